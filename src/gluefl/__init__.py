@@ -1,1 +1,62 @@
-"""gluefl."""
+"""Bandwidth-efficient federated learning: GlueFL and its baselines, simulated and on a real wire.
+
+>>> from gluefl import GlueFL, Sticky, train
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Names are imported when they are first used: torch alone takes seconds, and `gluefl --help` should not.
+_HOMES = {
+    "FedAvg": "gluefl.strategies.fedavg",
+    "STC": "gluefl.strategies.stc",
+    "APF": "gluefl.strategies.apf",
+    "GlueFL": "gluefl.strategies.gluefl",
+    "Uniform": "gluefl.sampling",
+    "Sticky": "gluefl.sampling",
+    "Fleet": "gluefl.fleet",
+    "Instant": "gluefl.fleet",
+    "LocalSGD": "gluefl.training",
+    "Server": "gluefl.server",
+    "Samples": "gluefl.populations",
+    "train": "gluefl.run",
+    "plan": "gluefl.planning",
+}
+
+__all__ = [
+    "APF",
+    "STC",
+    "FedAvg",
+    "Fleet",
+    "GlueFL",
+    "Instant",
+    "LocalSGD",
+    "Samples",
+    "Server",
+    "Sticky",
+    "Uniform",
+    "plan",
+    "train",
+]
+
+if TYPE_CHECKING:
+    from gluefl.fleet import Fleet, Instant
+    from gluefl.planning import plan
+    from gluefl.populations import Samples
+    from gluefl.run import train
+    from gluefl.sampling import Sticky, Uniform
+    from gluefl.server import Server
+    from gluefl.strategies.apf import APF
+    from gluefl.strategies.fedavg import FedAvg
+    from gluefl.strategies.gluefl import GlueFL
+    from gluefl.strategies.stc import STC
+    from gluefl.training import LocalSGD
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gluefl' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

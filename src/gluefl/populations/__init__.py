@@ -1,9 +1,15 @@
 """Who owns which data: a population is a number of clients and the samples each of them holds."""
 
+import difflib
+import importlib
+import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from gluefl.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -54,3 +60,56 @@ class Population(Protocol):
     def transform(self, inputs: Tensor) -> Tensor:
         """Raw inputs to model inputs (float32, normalised), on the device they are on."""
         ...
+
+
+LOADERS = {
+    "glyphs": "glyphs:Glyphs",
+    "mnist_writers": "mnist_writers:load",
+    "femnist": "femnist:load",
+    "openimage": "openimage:load",
+    "speech": "speech:load",
+    "spoken_digits": "spoken:spoken_digits",
+    "commands": "spoken:commands",
+    "shakespeare": "shakespeare:load",
+    "folder": "folder:load",
+    "arrays": "arrays:load",
+    "huggingface": "huggingface:load",
+}
+
+
+def build(name: str, clients: int | None = None, seed: int = 0, **options: object) -> Population:
+    """A population by its name: `build("mnist_writers", path="mnist_by_writer.npz", clients=100, skew=0.3)`.
+
+    `clients` is their number: as many as are made, or the first so many of those the data have.
+    """
+    if name not in LOADERS:
+        raise UsageError(f"unknown population {name!r}{_nearest(name, LOADERS)}. Known: {', '.join(LOADERS)}")
+    module, _, attribute = LOADERS[name].partition(":")
+    loader = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    known = inspect.signature(loader).parameters
+    for option, value in options.items():
+        if option not in known:
+            raise UsageError(
+                f"population {name!r} has no option {option!r}{_nearest(option, known)}. It takes: {', '.join(known)}"
+            )
+        _check_type(name, option, value, known[option].default)
+    if clients is not None:
+        _check_type(name, "clients", clients, 1)
+        options["clients"] = clients
+    population: Population = loader(seed=seed, **options)
+    return population
+
+
+def _check_type(population: str, option: str, value: object, default: object) -> None:
+    """Against the default's type: `min_samples = "22"` is an error of usage, not a traceback later."""
+    if default is inspect.Parameter.empty or default is None or value is default:
+        return
+    wanted = (int, float) if isinstance(default, float) else type(default)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and not isinstance(default, bool)):
+        needed = "a number" if isinstance(default, float) else f"a {type(default).__name__} like {default!r}"
+        raise UsageError(f"population {population!r}: {option} must be {needed}, found {value!r}")
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,1 @@
+"""The benchmarks behind `gluefl bench`: each compares within one run and prints ratios. No timing in tests."""

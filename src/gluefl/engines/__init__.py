@@ -1,0 +1,1 @@
+"""Where a cohort is trained."""

@@ -1,0 +1,142 @@
+"""The fleet: a network, compute speeds and availability behind the three questions a round asks."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gluefl.errors import UsageError
+from gluefl.fleet.availability import Always, Availability, Diurnal, RecordedSessions
+from gluefl.fleet.compute import ms_per_sample
+from gluefl.fleet.networks import MEASURED, Measured, Network, RecordedSpeeds, UniformSpeeds
+from gluefl.fleet.noise import Floats, Ints
+from gluefl.fleet.traces import capacity, lines, sessions
+from gluefl.fleet.trips import Trip
+
+NETWORKS = (*MEASURED, "uniform", "file")
+AVAILABILITIES = ("always", "diurnal", "file")
+MEGABITS_PER_BYTE = 8e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Speeds:
+    """What clients can do, factors included: arrays with one entry per client."""
+
+    down_mbps: Floats
+    up_mbps: Floats
+    ms_per_sample: Floats
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Simulated devices; client i is a pure function of (seed, i), so that a million of them cost nothing.
+
+    `Fleet("edge", "diurnal", seed=1).trip(7, clock_s=0.0, down_bytes=10**7, up_bytes=10**7, samples=200)`
+    """
+
+    network: str = "edge"
+    availability: str = "diurnal"
+    seed: int = 0
+    down_factor: float = 1.0  # the authors' runs: 0.8
+    up_factor: float = 1.0  # the authors' runs: 1.2
+    compute_factor: float = 1.0  # the authors' runs: 0.4
+    model_cost: float = 1.0  # time per sample of this model against that of the table
+    latency_s: float = 0.0  # added once per direction
+    uniform_down_mbps: tuple[float, float] = (40.0, 40.0)
+    uniform_up_mbps: tuple[float, float] = (15.0, 15.0)
+    network_file: str | None = None
+    availability_file: str | None = None
+    repeat_traces: bool = False  # more clients than the trace holds: from its start again
+    timed: bool = field(default=True, init=False)
+
+    def check(self, clients: int) -> None:
+        """Refuse options that cannot work, all at once, and traces too short for `clients`."""
+        if wrong := _wrong_options(self):
+            raise UsageError("\n".join(wrong))
+        last = np.array([max(0, clients - 1)], np.int64)
+        if self.network == "file":
+            lines(capacity(str(self.network_file)), last, self.repeat_traces)
+        if self.availability == "file":
+            lines(sessions(str(self.availability_file)), last, self.repeat_traces)
+
+    def speeds(self, clients: Ints) -> Speeds:
+        """Speeds of many clients: `fleet.speeds(np.arange(2800)).down_mbps`."""
+        network, ms = self._network(), None
+        if isinstance(network, RecordedSpeeds):
+            ms = network.ms_per_sample(clients)
+        if ms is None:
+            ms = ms_per_sample(self.seed, clients)
+        down_mbps, up_mbps = network.mbps(clients)
+        return Speeds(
+            down_mbps * self.down_factor, up_mbps * self.up_factor, ms * self.compute_factor * self.model_cost
+        )
+
+    def durations(self, clients: Ints, down_bytes: int, up_bytes: int, samples: int) -> tuple[Floats, Floats, Floats]:
+        """Download, compute and upload seconds of many clients, if they stay: ranks a whole population."""
+        speeds = self.speeds(clients)
+        return (
+            self.latency_s + down_bytes * MEGABITS_PER_BYTE / speeds.down_mbps,
+            samples * speeds.ms_per_sample / 1000.0,
+            self.latency_s + up_bytes * MEGABITS_PER_BYTE / speeds.up_mbps,
+        )
+
+    def is_online(self, clock_s: float) -> Callable[[int], bool]:
+        """Who can be invited at this moment."""
+        online = self._availability().online
+        return lambda client: bool(online(np.array([client], np.int64), clock_s)[0])
+
+    def next_change_s(self, clock_s: float) -> float:
+        """The next moment at which it is worth asking again; `clock_s` itself if nothing ever changes."""
+        return self._availability().next_change_s(clock_s)
+
+    def online_until(self, client: int, clock_s: float) -> float:
+        """When the client next goes offline, `inf` if not within two weeks; `clock_s` if it is offline."""
+        return self._availability().online_until(client, clock_s, math.inf)
+
+    def trip(self, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int) -> Trip:
+        """Download, train, upload; lost at the moment it goes offline before all is done."""
+        parts = self.durations(np.array([client], np.int64), down_bytes, up_bytes, samples)
+        download_s, compute_s, upload_s = (float(part[0]) for part in parts)
+        arrival_s = download_s + compute_s + upload_s
+        stays_s = self._availability().online_until(client, clock_s, clock_s + arrival_s) - clock_s
+        return Trip(download_s, compute_s, upload_s, stays_s if stays_s < arrival_s else None)
+
+    def _network(self) -> Network:
+        if self.network in MEASURED:
+            return Measured(self.network, self.seed)
+        if self.network == "uniform":
+            return UniformSpeeds(self.uniform_down_mbps, self.uniform_up_mbps, self.seed)
+        if self.network == "file" and self.network_file is not None:
+            return RecordedSpeeds(self.network_file, self.repeat_traces)
+        raise UsageError("\n".join(_wrong_options(self)))
+
+    def _availability(self) -> Availability:
+        if self.availability == "always":
+            return Always()
+        if self.availability == "diurnal":
+            return Diurnal(self.seed)
+        if self.availability == "file" and self.availability_file is not None:
+            return RecordedSessions(self.availability_file, self.repeat_traces)
+        raise UsageError("\n".join(_wrong_options(self)))
+
+
+def _wrong_options(fleet: Fleet) -> list[str]:
+    wrong = []
+    if fleet.network not in NETWORKS:
+        wrong.append(f"fleet.network = {fleet.network!r}: needs one of {', '.join(NETWORKS)}.")
+    if fleet.availability not in AVAILABILITIES:
+        wrong.append(f"fleet.availability = {fleet.availability!r}: needs one of {', '.join(AVAILABILITIES)}.")
+    for name in ("network", "availability"):
+        if getattr(fleet, name) == "file" and getattr(fleet, f"{name}_file") is None:
+            wrong.append(f'fleet.{name} = "file" needs fleet.{name}_file, the path of a .csv or pickle trace.')
+    for name in ("down_factor", "up_factor", "compute_factor", "model_cost"):
+        if not 0 < getattr(fleet, name) < math.inf:
+            wrong.append(f"fleet.{name} = {getattr(fleet, name)}: needs a finite number above 0.")
+    if not 0 <= fleet.latency_s < math.inf:
+        wrong.append(f"fleet.latency_s = {fleet.latency_s}: needs seconds, 0 or more.")
+    for name in ("uniform_down_mbps", "uniform_up_mbps"):
+        bounds = tuple(getattr(fleet, name))
+        if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] < math.inf:
+            wrong.append(f"fleet.{name} = {bounds}: needs a lowest and a highest speed above 0, in Mbit/s.")
+    return wrong

@@ -1,0 +1,105 @@
+"""The journal: one JSON line a round, flushed; and what it adds up to."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gluefl.errors import GlueFLError
+
+Line = dict[str, Any]
+
+
+class Journal:
+    """Lines in memory, and in a file if there is one. What was written is there after a crash."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path, self.lines = path, list[Line]()
+
+    def append(self, line: Line) -> None:
+        """Add a line and flush it."""
+        self.lines.append(line)
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def cut(self, rounds: int) -> None:
+        """Go back to a checkpoint: keep the lines of the first rounds."""
+        if self.path is not None:
+            lines, _ = read(self.path) if self.path.exists() else ([], False)
+            self.lines = [line for line in lines if line["round"] <= rounds]
+            if len(self.lines) < rounds:
+                raise GlueFLError(
+                    f"{self.path} holds {len(self.lines)} whole lines, the checkpoint is of round {rounds}: "
+                    "the journal was damaged. Start the run again in another folder."
+                )
+            text = "".join(json.dumps(line) + "\n" for line in self.lines)
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.path)
+
+
+def read(path: Path) -> tuple[list[Line], bool]:
+    """The whole lines of a journal, and whether it ends in a damaged one."""
+    lines: list[Line] = []
+    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            return lines, True
+        if not text.endswith("\n") or not isinstance(line, dict) or line.get("round") != len(lines) + 1:
+            return lines, True
+        lines.append(line)
+    return lines, False
+
+
+def reached_round(lines: Sequence[Line], target: float | None, average: int) -> int | None:
+    """The first round at which the mean of the last `average` evaluations is at the target."""
+    if target is None:
+        return None
+    recent: list[float] = []
+    for line in lines:
+        if line["accuracy"] is not None:
+            recent.append(line["accuracy"])
+            if len(recent) >= average and math.fsum(recent[-average:]) / average >= target:
+                return int(line["round"])
+    return None
+
+
+def mean_accuracy(lines: Sequence[Line], average: int) -> float | None:
+    """The mean of the last `average` evaluations."""
+    recent = [line["accuracy"] for line in lines if line["accuracy"] is not None][-average:]
+    return math.fsum(recent) / len(recent) if recent else None
+
+
+def summarise(lines: Sequence[Line], target: float | None, average: int, model_bytes: int) -> dict[str, Any]:
+    """Volumes (DV, TV) and times (DT, TT) at the target where it was reached, otherwise at the end."""
+    reached = reached_round(lines, target, average)
+    counted = lines if reached is None else lines[:reached]
+
+    def total(key: str) -> Any:
+        values = [line[key] for line in counted]
+        return None if not values or None in values else sum(values)
+
+    invitations = sum(line["invited"] for line in counted)
+    return {
+        "rounds": len(lines),
+        "accuracy": mean_accuracy(counted, average),
+        "target": target,
+        "reached_round": reached,
+        "down_bytes": total("down_bytes"),
+        "up_bytes": total("up_bytes"),
+        "total_bytes": (total("down_bytes") or 0) + (total("up_bytes") or 0),
+        "wasted_down_bytes": total("wasted_down_bytes"),
+        "wasted_up_bytes_estimate": total("wasted_up_bytes_estimate"),
+        "authors_down_bytes": total("authors_down_bytes"),
+        "authors_up_bytes": total("authors_up_bytes"),
+        "download_s": total("download_s"),
+        "compute_s": total("compute_s"),
+        "upload_s": total("upload_s"),
+        "total_s": counted[-1]["clock_s"] if counted else None,
+        "wasted_s": total("wasted_s"),
+        "mean_download_share": (total("down_bytes") or 0) / (invitations * model_bytes) if invitations else None,
+        "model_bytes": model_bytes,
+    }

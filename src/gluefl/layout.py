@@ -1,0 +1,148 @@
+"""A torch module as two flat vectors: weights (trainable) and statistics (what normalisation layers track).
+
+Weights are what strategies mask and compress. Statistics (BatchNorm's running mean, variance and batch count,
+and any other floating-point buffer) are few, travel whole and are averaged plainly (App. D of the paper).
+Everything else of a module (frozen parameters, integer buffers such as index tables) is a constant of the
+architecture: both sides have it from the start, and it never travels.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from gluefl.errors import UsageError
+
+# The largest count that float32 holds exactly; BatchNorm's batch counter travels as a float.
+LARGEST_EXACT_INTEGER = 2**24
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the module and its place in the flat vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every tensor of a module lies in the two flat vectors.
+
+    >>> layout = Layout.of(module)
+    >>> weights, statistics = layout.flatten(module)
+    >>> layout.fill(module, weights, statistics)
+    """
+
+    weights: tuple[Part, ...]
+    statistics: tuple[Part, ...]
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, module: nn.Module, dtype: torch.dtype = torch.float32) -> "Layout":
+        """The layout of a module; refuses a module that the vectors could not hold exactly."""
+        parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not parameters:
+            raise UsageError(
+                f"{type(module).__name__} has no trainable parameter: there is nothing to learn. "
+                "Pass a module with parameters that require a gradient."
+            )
+        for name, tensor in [*parameters, *_tracked(module)]:
+            _check(name, tensor, dtype)
+        return cls(_parts(parameters), _parts(_tracked(module)), dtype)
+
+    @property
+    def size(self) -> int:
+        """d, the number of trainable parameters."""
+        return _total(self.weights)
+
+    @property
+    def statistics_size(self) -> int:
+        """How many statistics travel beside the weights."""
+        return _total(self.statistics)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Eight bytes that two sides compare before they exchange vectors: names, shapes and types."""
+        table = [[(p.name, p.shape, str(p.dtype)) for p in parts] for parts in (self.weights, self.statistics)]
+        return hashlib.sha256(json.dumps([table, str(self.dtype)]).encode()).digest()[:8]
+
+    def flatten(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """Copy a module's parameters and statistics into two new flat vectors."""
+        tensors = _by_name(module)
+        return self._join(self.weights, tensors), self._join(self.statistics, tensors)
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, weights: Tensor, statistics: Tensor) -> None:
+        """Copy two flat vectors into a module, in place."""
+        tensors = _by_name(module)
+        for parts, vector in ((self.weights, weights), (self.statistics, statistics)):
+            for name, view in split(parts, vector):
+                target = tensors[name]
+                # An averaged batch count need not be whole; the counter of the module is.
+                target.copy_(view if target.is_floating_point() else view.round())
+
+    def state_dict(self, module: nn.Module, weights: Tensor, statistics: Tensor) -> dict[str, Tensor]:
+        """The vectors under the names of the module's own state dict, ready to be saved or loaded."""
+        self.fill(module, weights, statistics)
+        return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+
+    def _join(self, parts: tuple[Part, ...], tensors: dict[str, Tensor]) -> Tensor:
+        pieces = [tensors[part.name].detach().reshape(-1).to(self.dtype) for part in parts]
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self.dtype)
+
+
+def split(parts: tuple[Part, ...], vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a flat vector by name, as views; leading dimensions (clients) are kept."""
+    for part in parts:
+        piece = vector[..., part.start : part.start + part.size]
+        yield part.name, piece.reshape((*vector.shape[:-1], *part.shape))
+
+
+def _tracked(module: nn.Module) -> list[tuple[str, Tensor]]:
+    counters = {
+        f"{name}.num_batches_tracked" if name else "num_batches_tracked"
+        for name, child in module.named_modules()
+        if isinstance(child, _NormBase)
+    }
+    return [(n, b) for n, b in module.named_buffers() if b.is_floating_point() or n in counters]
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.is_complex():
+        raise UsageError(f"'{name}' is complex; gluefl trains real parameters only.")
+    if tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype) != dtype:
+        raise UsageError(
+            f"'{name}' is {tensor.dtype}, which a flat vector of {dtype} cannot hold exactly: "
+            "convert the module with .float() first."
+        )
+    if not tensor.is_floating_point() and tensor.numel() and int(tensor.abs().max()) > LARGEST_EXACT_INTEGER:
+        raise UsageError(f"the counter '{name}' is above {LARGEST_EXACT_INTEGER}: reset it before training.")
+
+
+def _by_name(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _parts(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Part, ...]:
+    parts, start = [], 0
+    for name, tensor in tensors:
+        parts.append(Part(name, tuple(tensor.shape), tensor.dtype, start))
+        start += tensor.numel()
+    return tuple(parts)
+
+
+def _total(parts: tuple[Part, ...]) -> int:
+    return parts[-1].start + parts[-1].size if parts else 0

@@ -1,0 +1,55 @@
+"""The models, one file per family. All are plain torch modules that `torch.func.vmap` can stack client by
+client: no state outside parameters and buffers, no branch on data, nothing random in the forward pass.
+A module that cannot be stacked says so with `stackable = False` (only `char_lstm` with its fused LSTM)."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from gluefl.errors import UsageError
+from gluefl.models import char_lstm, mobilenet, resnet, shufflenet, small
+
+NAMES: dict[str, Callable[..., nn.Module]] = {
+    "mlp": small.mlp,
+    "leaf_cnn": small.leaf_cnn,
+    "small_cnn": small.small_cnn,
+    "shufflenet_v2_x0_5": shufflenet.x0_5,
+    "shufflenet_v2_x1_0": shufflenet.x1_0,
+    "shufflenet_v2_x1_5": shufflenet.x1_5,
+    "shufflenet_v2_x2_0": shufflenet.x2_0,
+    "mobilenet_v2": mobilenet.mobilenet_v2,
+    "resnet18": resnet.resnet18,
+    "resnet34": resnet.resnet34,
+    "char_lstm": char_lstm.char_lstm,
+}
+
+
+def build(name: str, classes: int = 62, channels: int = 3, **options: object) -> nn.Module:
+    """A fresh model by its name: `build("resnet34", classes=35, channels=1, stem="3x3")`.
+
+    The weights come from torch's own generator: seed it, inside `torch.random.fork_rng()`, for a start that
+    can be repeated.
+    """
+    if name not in NAMES:
+        raise UsageError(f"unknown model {name!r}{_nearest(name, NAMES)}. Known models: {', '.join(NAMES)}")
+    known = option_names(name)
+    for option in options:
+        if option not in known:
+            has = f"It takes: {', '.join(known)}" if known else "It takes none"
+            raise UsageError(f"model {name!r} has no option {option!r}{_nearest(option, known)}. {has}")
+    for label, count in (("classes", classes), ("channels", channels)):
+        if not isinstance(count, int) or count < 1:
+            raise UsageError(f"model {name!r} needs {label} to be a whole number from 1 up, found {count!r}")
+    return NAMES[name](classes, channels, **options)
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """What a model takes besides classes and channels: `option_names("mlp")` is `("side", "hidden")`."""
+    return tuple(inspect.signature(NAMES[name]).parameters)[2:]
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,81 @@
+"""What sticky sampling will do before anything is trained: Propositions 1 and 2, the variance factor of Theorem 2."""
+
+import math
+from dataclasses import dataclass
+
+from gluefl.errors import UsageError
+
+
+def uniform_return(clients: int, cohort: int, r: int) -> float:
+    """Proposition 1: the probability that a client just sampled is next sampled after exactly r rounds."""
+    p = cohort / clients
+    return p * (1 - p) ** (r - 1)
+
+
+def sticky_return(clients: int, cohort: int, sticky_size: int, sticky_cohort: int, r: int) -> float:
+    """Proposition 2: the same for a client of the sticky group, from it or from outside after an eviction."""
+    stay = 1 - cohort / sticky_size  # neither sampled nor evicted
+    leave = (cohort - sticky_cohort) / sticky_size
+    back = (cohort - sticky_cohort) / (clients - sticky_size)
+    inside = sticky_cohort / sticky_size * stay ** (r - 1)
+    # Σ over the round of the eviction: it stayed r−i−1 rounds, left, then missed i−1 rounds outside.
+    outside = sum(leave * back * stay ** (r - i - 1) * (1 - back) ** (i - 1) for i in range(1, r))
+    return inside + outside
+
+
+def mean_return_rounds(clients: int, cohort: int) -> float:
+    """Both propositions: a client is sampled every N/K rounds, sticky or not."""
+    return clients / cohort
+
+
+def variance_factor(clients: int, cohort: int, sticky_size: int, sticky_cohort: int, squares: float = 0.0) -> float:
+    """A of Theorem 2: K/N (S²/C + (N−S)²/(K−C)) Σ p_i². 1 for uniform sampling and equal importance."""
+    squares = squares or 1 / clients
+    if sticky_size == 0:
+        return clients * squares
+    spread = sticky_size**2 / sticky_cohort + (clients - sticky_size) ** 2 / (cohort - sticky_cohort)
+    return cohort / clients * spread * squares
+
+
+def horizon(clients: int, cohort: int, sticky_size: int, sticky_cohort: int) -> int:
+    """App. A.3: up to this many rounds a sticky client is likelier to return than a uniform one; 0 if never."""
+    gain = sticky_cohort * clients / (sticky_size * cohort)
+    if gain <= 1 or sticky_size <= cohort:
+        return 0 if gain <= 1 else 1
+    decay = sticky_size * (clients - cohort) / (clients * (sticky_size - cohort))
+    return 1 + math.floor(math.log(gain) / math.log(decay))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to expect of sticky sampling with some sizes."""
+
+    returns: tuple[float, ...]  # probability that a client just sampled returns after exactly 1, 2, … rounds
+    uniform_returns: tuple[float, ...]  # the same without a sticky group
+    mean_return_rounds: float
+    horizon: int
+    variance_factor: float  # A
+    effective_cohort: float  # K/A
+
+
+def plan(clients: int, cohort: int, sticky_size: int, sticky_cohort: int, rounds: int = 6) -> Plan:
+    """What these sizes will do, before anything is trained.
+
+    >>> plan(2800, 30, 120, 24).variance_factor
+    4.576...
+    """
+    if not (0 < sticky_cohort < cohort <= sticky_size and sticky_size + cohort - sticky_cohort <= clients):
+        raise UsageError(
+            f"N = {clients}, K = {cohort}, S = {sticky_size}, C = {sticky_cohort} cannot run: "
+            "sticky sampling needs 0 < C < K ≤ S and N − S ≥ K − C."
+        )
+    sizes = (clients, cohort, sticky_size, sticky_cohort)
+    variance = variance_factor(*sizes)
+    return Plan(
+        returns=tuple(sticky_return(*sizes, r) for r in range(1, rounds + 1)),
+        uniform_returns=tuple(uniform_return(clients, cohort, r) for r in range(1, rounds + 1)),
+        mean_return_rounds=mean_return_rounds(clients, cohort),
+        horizon=horizon(*sizes),
+        variance_factor=variance,
+        effective_cohort=cohort / variance,
+    )

@@ -1,0 +1,119 @@
+"""Your own arrays: inputs, labels, and the client of every sample.
+
+From Python, or from a file: an npz, or a folder of npy files (memory-mapped, for data larger than memory),
+with the arrays inputs, labels, and owners unless `partition` deals the samples out. A test set of its own
+comes as test_inputs and test_labels, or as test, true for the samples that are in it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gluefl.errors import DataError, UsageError
+from gluefl.populations import files
+from gluefl.populations.grouped import Grouped, dealt, grouped, source
+
+HOW = "np.savez(path, inputs=…, labels=…, owners=…), or inputs.npy, labels.npy and owners.npy in a folder"
+NAMES = ("inputs", "labels", "owners", "test", "test_inputs", "test_labels")
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")  # torch has them too
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    inputs: ArrayLike | None = None,
+    labels: ArrayLike | None = None,
+    owners: ArrayLike | None = None,
+    test: ArrayLike | None = None,
+    test_inputs: ArrayLike | None = None,
+    test_labels: ArrayLike | None = None,
+    clients: int | None = None,
+    seed: int = 0,
+    min_samples: int = 22,
+    held_out: str | None = None,
+    test_fraction: float = 0.1,
+    classes: int | None = None,
+    channels: int = 1,
+    channels_last: bool = False,
+    tokens: bool = False,
+    partition: str | None = None,
+    alpha: float = 0.5,
+    shards_per_client: int = 2,
+) -> Grouped:
+    """`load(inputs=x, labels=y, owners=user)`, or `load("cifar.npz", partition="dirichlet", clients=100)`.
+
+    Images are (M, H, W) or (M, C, H, W), bytes or floats; (M, H, W, C) with `channels_last`. Whole numbers
+    that are words, not pixels, need `tokens=True`.
+    """
+    given = (inputs, labels, owners, test, test_inputs, test_labels)
+    named = {name: np.asanyarray(value) for name, value in zip(NAMES, given) if value is not None}
+    where: Path | str = "the arrays"
+    if not named:
+        where = files.find(path, "arrays", HOW)
+        named = _read_folder(where) if where.is_dir() else files.read_npz(where, NAMES[:2])
+    if missing := [name for name in NAMES[:2] if name not in named]:
+        raise DataError(f"{where}: {' and '.join(missing)} missing. {HOW}")
+    if ("owners" in named) == (partition is not None):
+        raise UsageError(f"{where}: give either owners, the client of every sample, or partition = a scheme")
+    apart = "test_inputs" in named
+    named = _with_test_set(named, where) if apart else named
+    x, y = named["inputs"], named["labels"]
+    x = np.moveaxis(x, -1, 1) if channels_last and x.ndim == 4 else x
+    who, held = named.get("owners", np.zeros(len(y), np.int32)), named.get("test", np.zeros(len(y), bool))
+    _check(x, y, who, held, where)
+    found = source(x, y, who, held.astype(bool), test_is_owned=not apart)
+    if partition is not None:
+        found, clients = dealt(found, partition, clients, seed, alpha, shards_per_client), None
+    return grouped(
+        found,
+        where,
+        int(y.max()) + 1 if classes is None else classes,
+        clients=clients,
+        seed=seed,
+        min_samples=1 if partition is not None else min_samples,
+        held_out=held_out or ("official" if held.any() else "samples"),
+        test_fraction=test_fraction,
+        channels=channels,
+        tokens=tokens,
+    )
+
+
+def _read_folder(folder: Path) -> dict[str, NDArray[Any]]:
+    try:
+        present = [name for name in NAMES if (folder / f"{name}.npy").exists()]
+        return {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in present}
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"{folder}: holds an npy file that cannot be read ({error})") from error
+
+
+def _with_test_set(named: dict[str, NDArray[Any]], where: object) -> dict[str, NDArray[Any]]:
+    """Both sets in one array, with the mask that tells them apart."""
+    if "test_labels" not in named or "test" in named:
+        raise DataError(f"{where}: a test set is test_inputs with test_labels, or the mask test, not both")
+    sizes = [len(named["labels"]), len(named["test_labels"])]
+    owners = named.get("owners", np.zeros(sizes[0], np.int32))
+    try:
+        return {
+            "inputs": np.concatenate([named["inputs"], named["test_inputs"]]),
+            "labels": np.concatenate([named["labels"], named["test_labels"]]),
+            "owners": np.concatenate([owners, np.repeat(owners[:1], sizes[1])]),  # nobody's: a filler
+            "test": np.repeat([False, True], sizes),
+        }
+    except ValueError as error:
+        raise DataError(f"{where}: training and test arrays do not fit together ({error})") from error
+
+
+def _check(inputs: NDArray[Any], labels: NDArray[Any], owners: NDArray[Any], test: NDArray[Any], where: object) -> None:
+    lengths = [len(array) for array in (inputs, labels, owners, test)]
+    if len(set(lengths)) != 1 or not lengths[0]:
+        raise DataError(f"{where}: inputs, labels, owners and test have {lengths} entries: they must be as many")
+    if inputs.ndim < 2 or inputs.dtype.name not in DTYPES or not inputs.dtype.isnative:
+        raise DataError(
+            f"{where}: inputs are {inputs.dtype} {inputs.shape}; needed: (samples, …) of {', '.join(DTYPES)}"
+        )
+    in_memory = not isinstance(inputs, np.memmap)
+    if in_memory and inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
+        row = int(np.flatnonzero(~np.isfinite(inputs).reshape(len(inputs), -1).all(axis=1))[0])
+        raise DataError(f"{where}: sample {row} holds numbers that are not finite (NaN or infinity)")

@@ -1,0 +1,94 @@
+"""Decoded data under the user's cache folder: read once, then memory-mapped, so that resident memory grows
+with the clients touched. GLUEFL_CACHE names another folder; everything in it may be deleted at any time."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gluefl.errors import DataError
+
+FORMAT = 1  # raise it when the same source is decoded to something else
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def folder() -> Path:
+    """Where the cache lies: GLUEFL_CACHE, or gluefl under XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("GLUEFL_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gluefl"
+
+
+def cached(name: str, sources: Iterable[Path], options: Mapping[str, object], make: Callable[[], Arrays]) -> Arrays:
+    """What `make()` returns, memory-mapped, made only when the sources or the options changed."""
+    paths = [source.resolve() for source in sources]
+    key = _digest([FORMAT, [str(path) for path in paths], dict(options)])
+    place = folder() / f"{name}-{key}"
+    home = place / _digest([_stamps(path) for path in paths])
+    if (arrays := _opened(home)) is not None:
+        return arrays
+    arrays = make()
+    try:
+        _write(place, home, arrays)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the cache folder {place} ({error}): free some space, or set GLUEFL_CACHE to "
+            "a folder that can be written"
+        ) from error
+    return _opened(home) or arrays
+
+
+def _opened(home: Path) -> Arrays | None:
+    """The arrays of one entry; None where it is absent, or damaged and must be made again."""
+    try:
+        names = json.loads((home / "index.json").read_text())
+        return {name: np.load(home / f"{name}.npy", mmap_mode="r") for name in names}
+    except (OSError, EOFError, ValueError):
+        return None
+
+
+def _write(place: Path, home: Path, arrays: Arrays) -> None:
+    """A whole entry or none: written under a temporary name, then renamed."""
+    place.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix="writing-", dir=place))
+    try:
+        for name, array in arrays.items():
+            np.save(temporary / f"{name}.npy", array)
+        (temporary / "index.json").write_text(json.dumps(list(arrays)))
+        if _opened(home) is None:  # otherwise another process was faster, with the same content
+            shutil.rmtree(home, ignore_errors=True)
+            os.rename(temporary, home)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in place.iterdir():  # of a source that has changed since; who has it mapped keeps it
+        if old != home and not old.name.startswith("writing-"):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of a file, or of every file below a folder."""
+    if path.is_file():
+        found = path.stat()
+        return [(path.name, found.st_size, found.st_mtime_ns)]
+    stamps, folders = [], [str(path)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:  # os.walk would stat every file twice
+            for entry in entries:
+                if entry.is_dir():
+                    folders.append(entry.path)
+                else:
+                    found = entry.stat()
+                    stamps.append((entry.path, found.st_size, found.st_mtime_ns))
+    return sorted(stamps)
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,283 @@
+"""The default population: writers who never existed, with the letters and digits they wrote.
+
+Nothing is downloaded and there may be any number of clients. A writer takes the centre lines of one or two
+fonts (`glyphs_atlas.npz`, drawn by tools/make_glyph_atlas.py) and bends them into a hand of their own: slant,
+size, aspect, pen, and a smooth warp for the whole hand and for each character of it. Each sample is then
+written a little differently. 62 classes, 28 x 28 grey pixels, unequal amounts, skewed labels, as in FEMNIST.
+
+The centre lines are those of fonts carried by matplotlib: DejaVu (Bitstream Vera licence), STIX (SIL Open
+Font License 1.1) and Computer Modern (BaKoMa Fonts Licence). Their names lie in the atlas, no font does.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from math import log
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import grid_sample, interpolate
+
+from gluefl.errors import UsageError
+from gluefl.populations import Samples
+from gluefl.randomness import stream
+
+CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+SIDE = 28  # pixels of an image
+FEWEST = 22  # samples of a client, as the paper keeps only FEMNIST writers with at least 22
+MOST = 400
+SPREAD = 0.6  # standard deviation of log(samples)
+TEST_LINE = 10  # test samples by one writer: many hands matter more than many letters by each
+CAPITAL, STEP = 26.0, 1 / 32  # of the atlas: pixels of a capital H, pixels per grey level
+REACH = 255 * STEP  # the atlas knows the distance to a centre line up to here
+HEIGHT = 20.0  # pixels, a capital H by a writer of middle size
+KNOTS = 4  # a warp is this many displacements a side, smoothly joined
+MEAN, DEVIATION = 0.15, 0.28  # of the pixels, measured once over some writers
+BLOCK = 4096  # clients whose sizes are drawn together
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Atlas:
+    """The centre lines of all characters in all fonts."""
+
+    nearness: Tensor  # (fonts, 62, 48, 48) float32, REACH minus the distance to the line in atlas pixels
+    extent: Floats  # (fonts, 62) the longer side of the ink
+    middle: Floats  # (fonts, 62) the row of its middle, in grid_sample's [-1, 1]
+    fonts: tuple[str, ...]
+
+    @property
+    def side(self) -> int:
+        """Pixels a side."""
+        return self.nearness.shape[-1]
+
+
+@dataclass(frozen=True)
+class Hand:
+    """What stays the same over all that one writer writes."""
+
+    font: NDArray[np.int64]  # (62,) which font each character takes after
+    slant: float
+    rotation: float  # radians
+    size: float
+    aspect: float
+    fit: float  # 0: letters keep their sizes, 1: each fills its box, and c is C
+    pen: float  # half its width, pixels
+    soft: float  # pixels from paper to ink
+    ink: float  # grey level of full ink
+    noise: float
+    warp: Floats  # (62, 2, KNOTS, KNOTS) pixels, the hand's own plus each character's
+
+
+class Shelf:
+    """The clients made last, up to a number of bytes. Threads may share it; a pickled copy is empty."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held: OrderedDict[int, Samples] = OrderedDict()
+        self.bytes = 0
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type["Shelf"], tuple[int]]:
+        return Shelf, (self.limit,)
+
+    def get(self, key: int, make: Callable[[], Samples]) -> Samples:
+        """The samples kept under `key`, made if need be."""
+        with self.lock:
+            if key in self.held:
+                self.held.move_to_end(key)
+                return self.held[key]
+        made = make()  # outside of the lock: two threads may both make it, and make the same
+        with self.lock:
+            if key not in self.held:
+                self.held[key] = made
+                self.bytes += weight(made)
+            while self.bytes > self.limit and self.held:
+                self.bytes -= weight(self.held.popitem(last=False)[1])
+        return made
+
+
+def weight(samples: Samples) -> int:
+    """The bytes samples take."""
+    return samples.inputs.nbytes + samples.labels.nbytes
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """Generated writers: `Glyphs(clients=100).train(7)`. Client i depends on (seed, i) and the knobs only.
+
+    A client is made when first asked for, in about 3 ms on one core for 80 samples, and kept while the last
+    `cache_mb` of clients fit: the default population takes some 210 MB when all of it was visited.
+    """
+
+    clients: int = 2800  # N
+    seed: int = 1
+    label_skew: float = 8.0  # 1/α of the Dirichlet distribution of labels: near 0 all clients are alike
+    difficulty: float = 1.1  # scales every distortion, jitter and noise; 0 is clean print
+    median_samples: int = 80
+    test_samples: int = 3100
+    cache_mb: int = 256
+    shelf: Shelf = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} = {getattr(self, name)}, needed {need}"
+            for name, need, fine in (
+                ("clients", "at least 1", self.clients >= 1),
+                ("seed", "0 or more", self.seed >= 0),
+                ("label_skew", "above 0 and at most 1000", 0 < self.label_skew <= 1000),
+                ("difficulty", "0 to 3", 0 <= self.difficulty <= 3),
+                ("median_samples", f"{FEWEST} to {MOST}", FEWEST <= self.median_samples <= MOST),
+                ("test_samples", "at least 1", self.test_samples >= 1),
+                ("cache_mb", "0 or more", self.cache_mb >= 0),
+            )
+            if not fine
+        ]
+        if wrong:
+            raise UsageError("the population glyphs cannot be made: " + "; ".join(wrong))
+        object.__setattr__(self, "shelf", Shelf(self.cache_mb * 2**20))
+
+    @property
+    def classes(self) -> int:
+        """The characters 0-9, A-Z, a-z, in this order."""
+        return len(CHARACTERS)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """One grey picture."""
+        return (1, SIDE, SIDE)
+
+    def size(self, client: int) -> int:
+        """How many samples a client holds; a table look-up."""
+        if not 0 <= client < self.clients:
+            raise UsageError(f"client {client} of glyphs: the clients are 0 to {self.clients - 1}")
+        return int(sizes(self.seed, self.median_samples, client // BLOCK)[client % BLOCK])
+
+    def train(self, client: int) -> Samples:
+        """The samples of one client, uint8 of (size, 28, 28)."""
+        count = self.size(client)
+
+        def make() -> Samples:
+            rng = stream(self.seed, "glyphs client", client)
+            labels = draw_labels(rng, count, self.label_skew)
+            pictures = write(rng, draw_hand(rng, self.difficulty), labels, self.difficulty)
+            return Samples(pictures, torch.from_numpy(labels))
+
+        return self.shelf.get(client, make)
+
+    def test(self) -> Samples:
+        """As many samples of every class, by writers who are not clients; ten by each of them."""
+        return self.shelf.get(-1, self._make_test)
+
+    def transform(self, inputs: Tensor) -> Tensor:
+        """Grey levels to float32 of about mean 0 and deviation 1, with a channel: (n, 1, 28, 28)."""
+        return inputs.unsqueeze(-3).float().div_(255 * DEVIATION).sub_(MEAN / DEVIATION)
+
+    def _make_test(self) -> Samples:
+        count = self.test_samples
+        labels = stream(self.seed, "glyphs test labels").permutation(np.arange(count) % self.classes)
+        pictures = []
+        for writer, start in enumerate(range(0, count, TEST_LINE)):
+            rng = stream(self.seed, "glyphs test writer", writer)
+            line = labels[start : start + TEST_LINE]
+            pictures.append(write(rng, draw_hand(rng, self.difficulty), line, self.difficulty))
+        return Samples(torch.cat(pictures), torch.from_numpy(labels))
+
+
+@lru_cache(maxsize=1024)
+def sizes(seed: int, median: int, block: int) -> NDArray[np.int32]:
+    """The samples of BLOCK clients, log-normal: drawn together, for a stream per client would cost 20 us."""
+    normal = stream(seed, "glyphs sizes", block).standard_normal(BLOCK)
+    return np.clip(np.rint(np.exp(log(median) + SPREAD * normal)), FEWEST, MOST).astype(np.int32)
+
+
+@lru_cache(maxsize=1)
+def atlas() -> Atlas:
+    """The atlas of the package, read once."""
+    with files("gluefl.populations").joinpath("glyphs_atlas.npz").open("rb") as file:
+        stored = np.load(file, allow_pickle=False)
+        grey, fonts = stored["glyphs"], tuple(str(name) for name in stored["fonts"])
+    nearness = np.float32(STEP) * grey.astype(np.float32)
+    side = grey.shape[-1]
+    inked = nearness > REACH - 1
+    rows, columns = inked.any(axis=3), inked.any(axis=2)
+    top, foot = rows.argmax(axis=2), side - rows[..., ::-1].argmax(axis=2)
+    left, right = columns.argmax(axis=2), side - columns[..., ::-1].argmax(axis=2)
+    extent = np.maximum(foot - top, right - left).astype(np.float32)
+    middle = ((top + foot) / side - 1).astype(np.float32)
+    return Atlas(torch.from_numpy(nearness), extent, middle, fonts)
+
+
+def draw_labels(rng: np.random.Generator, count: int, label_skew: float) -> NDArray[np.int64]:
+    """Labels of one client, by its own Dirichlet distribution over the classes."""
+    shares = rng.dirichlet(np.full(len(CHARACTERS), 1 / label_skew))
+    return rng.choice(len(CHARACTERS), size=count, p=shares)
+
+
+def draw_hand(rng: np.random.Generator, difficulty: float) -> Hand:
+    """A writer. Of two fonts, the first gives most of the characters."""
+    first, second = rng.integers(len(atlas().fonts), size=2)
+    second_share = rng.uniform(0, 0.5)
+    slant, rotation, size, aspect, pen, noise = difficulty * rng.standard_normal(6)
+    fit, soft, ink = rng.uniform(size=3)
+    own = rng.standard_normal((1, 2, KNOTS, KNOTS), dtype=np.float32)
+    each = rng.standard_normal((len(CHARACTERS), 2, KNOTS, KNOTS), dtype=np.float32)
+    return Hand(
+        font=np.where(rng.uniform(size=len(CHARACTERS)) < second_share, second, first),
+        slant=0.2 * slant,
+        rotation=0.08 * rotation,
+        size=float(np.exp(0.12 * size)),
+        aspect=float(np.exp(0.15 * aspect)),
+        fit=0.2 + 0.6 * fit,
+        pen=float(np.clip(1.15 * np.exp(0.3 * pen), 0.6, 2.2)),
+        soft=0.8 + 0.8 * soft,
+        ink=1 - 0.18 * difficulty * ink,
+        noise=difficulty * 0.05 * float(np.exp(0.5 * noise)),
+        warp=np.float32(difficulty) * (np.float32(0.8) * own + np.float32(1.0) * each),
+    )
+
+
+def write(rng: np.random.Generator, hand: Hand, labels: NDArray[np.int64], difficulty: float) -> Tensor:
+    """Some characters by one hand, uint8 of (n, 28, 28), in a single look-up into the atlas."""
+    n = len(labels)
+    fonts = hand.font[labels]
+    extent, middle = atlas().extent[fonts, labels], atlas().middle[fonts, labels]
+    jitter = np.float32(difficulty) * rng.standard_normal((7, n), dtype=np.float32)
+    shake = np.float32(0.7 * difficulty) * rng.standard_normal((n, 2, KNOTS, KNOTS), np.float32)
+    noise = rng.standard_normal((n, SIDE, SIDE), np.float32)
+
+    # From picture to atlas: unbend and shift back, turn back, make upright, scale (atlas pixels per pixel).
+    scale = extent**hand.fit * CAPITAL ** (1 - hand.fit) / (HEIGHT * hand.size * np.exp(0.08 * jitter[0]))
+    turn = hand.rotation + 0.08 * jitter[1]
+    lean = hand.slant + 0.08 * jitter[2]
+    wide = np.sqrt(hand.aspect * np.exp(0.06 * jitter[3]))
+    cos, sin = np.cos(turn), np.sin(turn)
+    xx, xy = (cos + lean * sin) / wide, (sin - lean * cos) / wide
+    yx, yy = -sin * wide, cos * wide
+    grid = bent(torch.from_numpy(hand.warp[labels] + shake + 0.8 * jitter[4:6].T[:, :, None, None]))
+    matrix = np.stack([xx, xy, yx, yy]) * (scale * 2 / atlas().side)
+    a, b, c, d = torch.from_numpy(matrix.astype(np.float32))[:, :, None, None]
+    x, y = grid[:, 0], grid[:, 1]
+    up = torch.from_numpy(middle)[:, None, None]
+    where = torch.stack([a * x + b * y, c * x + d * y + up], dim=3)
+
+    cells = atlas().nearness[fonts, labels].unsqueeze(1)
+    distance = REACH - grid_sample(cells, where, align_corners=False).squeeze(1)  # far away beyond the cell
+    pen = torch.from_numpy((hand.pen * np.exp(0.1 * jitter[6])).astype(np.float32))[:, None, None]
+    pixels = torch.from_numpy(scale.astype(np.float32))[:, None, None]
+    stroke = ((pen - distance / pixels) / hand.soft + 0.5).clamp_(0, 1)
+    grey = stroke.mul_(hand.ink).add_(torch.from_numpy(noise), alpha=hand.noise).clamp_(0, 1)
+    return grey.mul_(255).round_().byte()
+
+
+def bent(warp: Tensor) -> Tensor:
+    """Where each pixel looks, in pixels from the middle: the plain grid plus a smooth displacement."""
+    axis = torch.arange(SIDE) - (SIDE - 1) / 2
+    plain = torch.stack(torch.meshgrid(axis, axis, indexing="xy"))
+    return plain + interpolate(warp, size=(SIDE, SIDE), mode="bicubic", align_corners=True)

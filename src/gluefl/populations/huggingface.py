@@ -1,0 +1,165 @@
+"""A Hugging Face dataset, or a flwr-datasets partitioner, as a population. Neither library is imported unless
+a dataset is asked for by its name; the objects themselves are only asked for rows."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gluefl.errors import DataError, UsageError
+from gluefl.populations import files
+from gluefl.populations.grouped import Grouped, dealt, grouped, source
+
+SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk leaves behind
+
+
+def load(
+    dataset: Any = None,
+    *,
+    partitioner: Any = None,
+    test_dataset: Any = None,
+    split: str = "train",
+    test_split: str | None = None,
+    input_column: str = "image",
+    label_column: str = "label",
+    owner_column: str | None = None,
+    clients: int | None = None,
+    seed: int = 0,
+    min_samples: int = 22,
+    held_out: str | None = None,
+    test_fraction: float = 0.1,
+    channels: int | None = None,
+    image_size: int | None = None,
+    tokens: bool = False,
+    partition: str | None = None,
+    alpha: float = 0.5,
+    shards_per_client: int = 2,
+    skip_broken: bool = False,
+) -> Grouped:
+    """`load("flwrlabs/femnist", label_column="character", owner_column="writer_id")`, or
+    `load(partitioner=fds.partitioners["train"], test_dataset=fds.load_split("test"))`.
+
+    `dataset` is a Dataset, a DatasetDict, the name of one, or a folder written by `save_to_disk`. Its clients
+    are the values of `owner_column`, or are made by `partition`; with a partitioner, its partitions.
+    """
+    if (dataset is None) == (partitioner is None):
+        raise UsageError("population 'huggingface' needs dataset = a name or object, or a partitioner, not both")
+    if partitioner is None and (owner_column is None) == (partition is None):
+        raise UsageError("population 'huggingface' needs owner_column = who owns a row, or partition = a scheme")
+    if channels is not None:
+        files.check_channels(channels)
+    if partitioner is not None:
+        parts = [(str(i), partitioner.load_partition(i)) for i in range(partitioner.num_partitions)]
+    else:
+        dataset, test_dataset = _opened(dataset, split, test_split, test_dataset)
+        parts = [("", dataset)]
+    parts += [] if test_dataset is None else [("", test_dataset)]
+    broken = files.Broken(skip_broken)
+    inputs: list[NDArray[Any]] = []
+    labels: list[Any] = []
+    owners, official = [], []
+    for number, (name, rows) in enumerate(parts):
+        test = test_dataset is not None and number == len(parts) - 1
+        before = len(labels)
+        for where, row in _rows(rows, name, input_column, label_column):
+            try:
+                array = _array(row[input_column], channels, image_size)
+                if inputs and array.shape != inputs[0].shape:
+                    raise ValueError(f"is {array.shape}, the first {inputs[0].shape}: set image_size or channels")
+                label, owner = row[label_column], row[owner_column] if owner_column and not test else name
+                if label is None or owner is None:
+                    raise ValueError("has no label or no owner")
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                broken.found(where, f"{input_column} {error}")
+                continue
+            inputs.append(array)
+            labels.append(label)
+            owners.append(owner)
+            official.append(test)
+        if len(labels) == before:
+            broken.found(f"partition {name!r}" if name else "the dataset", "an empty client, no sample in it")
+    if not labels:
+        raise DataError(f"the dataset holds no readable sample ({broken.count} broken)")
+    names, numbers = _numbered(labels, parts[0][1], label_column)
+    # Partitions keep their order: as text, "10" would come before "2".
+    ids = np.array([int(owner or 0) for owner in owners]) if partitioner is not None else np.array(owners)
+    found = source(np.stack(inputs), numbers, ids, np.array(official), broken.count, test_is_owned=False)
+    if partition is not None:
+        found, clients = dealt(found, partition, clients, seed, alpha, shards_per_client), None
+    return grouped(
+        found,
+        "the dataset",
+        len(names),
+        clients=clients,
+        seed=seed,
+        min_samples=1 if partition is not None else min_samples,
+        held_out=held_out or ("official" if found.official.any() else "samples"),
+        test_fraction=test_fraction,
+        channels=channels or 1,
+        tokens=tokens,
+        label_names=names,
+    )
+
+
+def _opened(dataset: Any, split: str, test_split: str | None, test: Any) -> tuple[Any, Any]:
+    """The training rows, and the test rows if there are any."""
+    if isinstance(dataset, str | os.PathLike):
+        try:
+            import datasets
+        except ImportError:
+            raise UsageError(f"opening the dataset {str(dataset)!r} needs: pip install datasets") from None
+        try:
+            saved = any((Path(dataset) / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
+            dataset = datasets.load_from_disk(dataset) if saved else datasets.load_dataset(dataset)
+        except Exception as error:  # whatever the network, the hub or a loading script raise
+            raise DataError(f"Hugging Face cannot open the dataset {str(dataset)!r}: {error}") from error
+    if isinstance(dataset, Mapping):
+        for name in filter(None, (split, test_split)):
+            if name not in dataset:
+                raise UsageError(f"the dataset has no split {name!r}. Known: {', '.join(dataset)}")
+        test = dataset[test_split] if test is None and test_split else test
+        dataset = dataset[split]
+    return dataset, test
+
+
+def _rows(rows: Any, name: str, *needed: str) -> Iterator[tuple[str, Any]]:
+    for number in range(len(rows)):
+        row = rows[number]
+        if number == 0 and (missing := [column for column in needed if column not in row]):
+            raise UsageError(f"the dataset has no column {missing[0]!r}. Known: {', '.join(row)}")
+        yield f"row {number}" + (f" of partition {name}" if name else ""), row
+
+
+def _array(value: Any, channels: int | None, image_size: int | None) -> NDArray[Any]:
+    """A pillow image, encoded bytes, or anything numpy understands, channels first."""
+    size = None if image_size is None else (image_size, image_size)
+    if isinstance(value, Mapping):
+        return files.decode_image(value["bytes"], channels or 3, size)
+    if hasattr(value, "convert"):
+        grey = channels == 1 or (channels is None and value.mode in ("1", "L", "I", "I;16", "F"))
+        value = value.convert("L" if grey else "RGB")
+        value = value if size is None else value.resize(size)
+        pixels = np.asarray(value, np.uint8)
+        return pixels if grey else pixels.transpose(2, 0, 1)
+    array = np.asarray(value)
+    if array.dtype.kind not in "iuf" or not array.size:
+        raise ValueError(f"is neither an image nor numbers ({array.dtype})")
+    return array
+
+
+def _numbered(labels: list[Any], rows: Any, column: str) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """Names and numbers of the labels: as the dataset names them, otherwise as they occur."""
+    features = getattr(rows, "features", None) or {}
+    names = getattr(features.get(column), "names", None)
+    if isinstance(labels[0], str):
+        names = names or sorted(set(labels))
+        positions = {name: number for number, name in enumerate(names)}
+        return tuple(names), np.array([positions[label] for label in labels], np.int64)
+    try:
+        numbers = np.array([int(label) for label in labels], np.int64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"column {column!r}: labels are neither names nor whole numbers ({error})") from error
+    return tuple(names or map(str, range(int(numbers.max()) + 1))), numbers

@@ -1,0 +1,37 @@
+"""A client's copy of the model: what it holds, and how a package brings it to the next version."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from gluefl import wire
+from gluefl.errors import WireError
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The model a client holds. A new client holds version None and needs the whole of it."""
+
+    weights: Tensor
+    statistics: Tensor
+    version: int | None = None
+
+    @property
+    def hash(self) -> bytes:
+        """What the client reports, so that the server sees whether both hold the same."""
+        return wire.replica_hash(self.weights, self.statistics) if self.version is not None else wire.NO_HASH
+
+    def apply(self, header: wire.Header, body: wire.Body) -> "Replica":
+        """Patch the replica with a package; refuses one that does not fit, and leaves the old one untouched."""
+        if header.base is not None and header.base != self.version:
+            raise WireError(f"the package starts from version {header.base}, this replica holds {self.version}")
+        if header.base is None and body.update.positions.numel() != body.update.size:
+            raise WireError("a package without a base must hold the whole model")
+        weights = self.weights.clone()
+        weights[body.update.positions] = body.update.values
+        patched = replace(self, weights=weights, statistics=body.statistics, version=header.version)
+        if header.hash not in (wire.NO_HASH, patched.hash):
+            raise WireError(
+                f"after the package the replica's hash is {patched.hash.hex()}, {header.hash.hex()} was announced"
+            )
+        return patched

@@ -1,0 +1,157 @@
+"""The clients' memories of what they did not send: in RAM up to a budget, then in an append-only file.
+
+2800 clients of 5.5M parameters are 61 GB. A checkpoint therefore never rewrites them: it appends what changed
+since the last one, and notes where everything lies and how long the file is. What is appended after a checkpoint
+is cut off when a run resumes from it.
+"""
+
+import os
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gluefl.errors import GlueFLError
+
+GARBAGE = 2.0  # the file is compacted when it is this many times as long as what it still holds
+
+
+class Residuals:
+    """A map from client to vector. Half precision keeps each vector's own scale, so that nothing underflows.
+
+    >>> residuals[7] = vector
+    >>> residuals.get(7)
+    """
+
+    def __init__(self, size: int, folder: Path | None = None, memory_bytes: int = 2 * 10**9, half: bool = False):
+        self.size, self.memory_bytes, self.half = size, memory_bytes, half
+        self._temporary = tempfile.TemporaryDirectory(prefix="gluefl-residuals-") if folder is None else None
+        self.folder = Path(self._temporary.name) if self._temporary else Path(folder or ".")
+        self._vectors: OrderedDict[int, tuple[float, Tensor]] = OrderedDict()  # least recently used first
+        self._unsaved: set[int] = set()
+        self._offsets: dict[int, int] = {}
+        self._generation, self._length = 0, 0
+
+    @property
+    def record_bytes(self) -> int:
+        """The length of one vector in the file: its scale and its values."""
+        return 8 + self.size * (2 if self.half else 4)
+
+    def __contains__(self, client: int) -> bool:
+        return client in self._vectors or client in self._offsets
+
+    def __len__(self) -> int:
+        return len(self._vectors.keys() | self._offsets.keys())
+
+    def get(self, client: int, device: torch.device | str = "cpu") -> Tensor | None:
+        """A client's vector, None if it has none."""
+        if client not in self:
+            return None
+        if client not in self._vectors:
+            self._vectors[client] = self._read(client)
+        self._vectors.move_to_end(client)
+        scale, vector = self._vectors[client]
+        found = vector.to(device=device, dtype=torch.float32)
+        self._spill()
+        return found * scale if self.half else found
+
+    def __setitem__(self, client: int, vector: Tensor) -> None:
+        scale = 1.0
+        if self.half:
+            scale = float(vector.abs().max()) or 1.0
+            vector = (vector / scale).half()
+        self._vectors[client] = (scale, vector)
+        self._vectors.move_to_end(client)
+        self._unsaved.add(client)
+        self._spill()
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Bring everything to disk and say where it lies, as JSON can hold it."""
+        held = len(self) * self.record_bytes
+        if self._length > GARBAGE * max(held, self.record_bytes) + 2**20:
+            self._compact()
+        for client in sorted(self._unsaved):
+            self._append(client)
+        self._unsaved.clear()
+        self._sync()
+        return {
+            "generation": self._generation,
+            "length": self._length,
+            "offsets": {str(client): offset for client, offset in sorted(self._offsets.items())},
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go back to a checkpoint: what was appended after it is cut off."""
+        self._vectors.clear()
+        self._unsaved.clear()
+        self._generation, self._length = saved["generation"], saved["length"]
+        self._offsets = {int(client): offset for client, offset in saved["offsets"].items()}
+        if self._length:
+            found = self._path.stat().st_size if self._path.exists() else 0
+            if found < self._length:
+                raise GlueFLError(
+                    f"{self._path} holds {found} bytes of residuals, the checkpoint needs {self._length}: "
+                    "the file was damaged or removed. Start the run again."
+                )
+            os.truncate(self._path, self._length)
+        for other in self.folder.glob("residuals-*.bin"):
+            if other != self._path:
+                other.unlink()
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / f"residuals-{self._generation}.bin"
+
+    def _spill(self) -> None:
+        # Least recently used first; what is on disk already is only forgotten.
+        while len(self._vectors) > 1 and len(self._vectors) * self.record_bytes > self.memory_bytes:
+            client = next(iter(self._vectors))
+            if client in self._unsaved:
+                self._append(client)
+                self._unsaved.discard(client)
+            del self._vectors[client]
+
+    def _append(self, client: int) -> None:
+        scale, vector = self._vectors[client]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "ab") as file:
+            file.truncate(self._length)  # a record that was cut off by a crash is written over
+            file.write(np.float64(scale).tobytes() + vector.cpu().numpy().tobytes())
+        self._offsets[client] = self._length
+        self._length += self.record_bytes
+
+    def _read(self, client: int) -> tuple[float, Tensor]:
+        with open(self._path, "rb") as file:
+            file.seek(self._offsets[client])
+            data = file.read(self.record_bytes)
+        if len(data) != self.record_bytes:
+            raise GlueFLError(f"{self._path} is shorter than it should be: the residual of client {client} is lost.")
+        values = np.frombuffer(data, np.float16 if self.half else np.float32, offset=8)
+        return float(np.frombuffer(data, np.float64, 1)[0]), torch.from_numpy(values.copy())
+
+    def _compact(self) -> None:
+        """Copy what is still needed into a new file. The old one goes once a checkpoint names the new one."""
+        old, offsets = self._path, self._offsets
+        self._generation, self._length, self._offsets = self._generation + 1, 0, {}
+        with open(old, "rb") as source, open(self._path, "wb") as target:
+            for client, offset in sorted(offsets.items()):
+                if client not in self._unsaved:
+                    source.seek(offset)
+                    target.write(source.read(self.record_bytes))
+                    self._offsets[client] = self._length
+                    self._length += self.record_bytes
+
+    def discard_old(self) -> None:
+        """Delete files of earlier generations, after a checkpoint that no longer needs them was written."""
+        for other in self.folder.glob("residuals-*.bin"):
+            if other != self._path:
+                other.unlink()
+
+    def _sync(self) -> None:
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                os.fsync(file.fileno())

@@ -1,0 +1,268 @@
+"""One round, top to bottom: Algorithm 3 of the paper, for every strategy, sampler and fleet alike."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gluefl import wire
+from gluefl.channel import Channel, Parcel
+from gluefl.errors import GlueFLError
+from gluefl.fleet import Devices, Trip
+from gluefl.layout import Layout
+from gluefl.ledger import Ledger
+from gluefl.randomness import stream
+from gluefl.records import Record, record
+from gluefl.residuals import Residuals
+from gluefl.sampling import Group, Pool, Sampler
+from gluefl.selection import Sparse
+from gluefl.server import Server
+from gluefl.strategies import Space, Strategy, Task, Upload
+from gluefl.training import Outcome
+
+DIVERGED = "The training diverged, or the model returns NaN: lower training.lr, or look at the model and its data."
+MOST_WAITS = 10_000  # how often a round asks again who is online before it gives up
+
+
+class Engine(Protocol):
+    """Trains the cohort of a round, wherever that happens."""
+
+    def train(
+        self, weights: Tensor, statistics: Tensor, clients: Sequence[int], round: int, frozen: Tensor | None
+    ) -> Iterator[Outcome]:
+        """One outcome per client, in any order."""
+        ...
+
+    def work(self, client: int) -> int:
+        """How many samples a client passes through its model in a round."""
+        ...
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Everything that stays the same from round to round."""
+
+    seed: int
+    run: bytes  # eight bytes that every message of the run carries
+    layout: Layout
+    space: Space
+    pool: Pool
+    sampler: Sampler
+    strategy: Strategy
+    server: Server
+    devices: Devices
+    engine: Engine
+    channel: Channel
+    residuals: Residuals
+    deadline_s: float | None = None  # arrivals after it are not used
+    authors_arrivals: bool = False  # use a random choice of the sticky clients that were fast enough
+    stop_late_downloads: bool = False  # a late client is told to stop: charge what it had when the round ended
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that a round changes. (Residuals change in place: they may be larger than the memory.)"""
+
+    round: int  # rounds done
+    clock_s: float
+    weights: Tensor
+    statistics: Tensor
+    ledger: Ledger
+    sampler: tuple[int, ...]
+    strategy: Any
+    velocity: Tensor | None = None
+    up_bytes: int | None = None  # what an upload took in the last round
+
+
+def start(federation: Federation, weights: Tensor, statistics: Tensor) -> State:
+    """The state before round 1."""
+    f = federation
+    return State(
+        round=0,
+        clock_s=0.0,
+        weights=weights.to(f.space.device),
+        statistics=statistics.to(f.space.device),
+        ledger=Ledger.init(f.space.size, f.space.device),
+        sampler=f.sampler.init(f.pool, stream(f.seed, "sampler")),
+        strategy=f.strategy.init(f.space),
+        velocity=f.server.init(f.space),
+    )
+
+
+def play(federation: Federation, state: State) -> tuple[State, Record]:
+    """One round: the next state and its line in the journal."""
+    f, round = federation, state.round + 1
+
+    # Server: sample C clients from the sticky group and K−C from outside it, or K of N.
+    clock_s, groups = invite(f, state, round)
+
+    # Server: synchronise w^t with them and send the shared mask M^t.
+    shared = wire.Shared(f.strategy.mask(state.strategy, round))
+    parcels = packages(f, state, groups, shared, round)
+    expected = state.up_bytes or expected_upload(f, shared, round)
+    trips = {
+        client: f.devices.trip(client, clock_s, parcel.size_bytes, expected, f.engine.work(client))
+        for client, parcel in parcels.items()
+    }
+    used = [first_arrivals(f, group, groups, trips, round) for group in groups]
+
+    # Clients: train, mask and compress.
+    uploads, up_bytes = collect(f, state, groups, used, shared, round)
+
+    # Server: aggregate; statistics are the plain mean of the used clients.
+    strategy, velocity, update, statistics = (
+        state.strategy,
+        state.velocity,
+        Sparse.empty(f.space.size, f.space.device),
+        state.statistics,
+    )
+    if uploads:
+        strategy, update = f.strategy.aggregate(state.strategy, uploads, round)
+        velocity, update = f.server.step(velocity, update)
+        statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
+        check_finite(update.values, statistics, round)
+
+    # Server: publish the next version and update the sticky group.
+    trips |= {
+        client: f.devices.trip(client, clock_s, parcels[client].size_bytes, sent, f.engine.work(client))
+        for client, sent in up_bytes.items()
+    }
+    line = record(f, state, round, clock_s, groups, parcels, trips, up_bytes, uploads, shared, update, expected)
+    holders = [c for c, trip in trips.items() if trip.downloaded and c not in line.stopped]
+    for client in holders:
+        f.channel.deliver(client, parcels[client])
+    ledger = state.ledger.synchronised(holders)
+    ledger = ledger.answered(up_bytes, trips.keys() - up_bytes.keys()).publish(update.positions)
+    next_state = State(
+        round=round,
+        clock_s=line.clock_s,
+        weights=update.add_to(state.weights.clone()),
+        statistics=statistics,
+        ledger=ledger,
+        sampler=f.sampler.settle(state.sampler, up_bytes, stream(f.seed, "settle", round)),
+        strategy=strategy,
+        velocity=velocity,
+        up_bytes=sum(up_bytes.values()) // len(up_bytes) if up_bytes else state.up_bytes,
+    )
+    return next_state, line
+
+
+def invite(f: Federation, state: State, round: int) -> tuple[float, tuple[Group, ...]]:
+    """The groups, and the moment they are invited: if nobody is online, the round waits until somebody is."""
+    clock_s = state.clock_s
+    for attempt in range(MOST_WAITS):
+        pool = Pool(f.pool.size, f.pool.importance, f.devices.is_online(clock_s), f.pool.speed)
+        groups = f.sampler.invite(state.sampler, pool, stream(f.seed, "invite", round, attempt))
+        if any(group.clients for group in groups):
+            return clock_s, groups
+        later_s = f.devices.next_change_s(clock_s)
+        if later_s <= clock_s:
+            break  # nothing will ever change
+        clock_s = later_s
+    raise GlueFLError(
+        f"round {round}: nobody was online between {state.clock_s:.0f} s and {clock_s:.0f} s. "
+        "Check fleet.availability and its file."
+    )
+
+
+def packages(
+    f: Federation, state: State, groups: Sequence[Group], shared: wire.Shared, round: int
+) -> dict[int, Parcel]:
+    """What every invited client downloads: one body for all who hold the same version."""
+    version, bodies = state.ledger.version, dict[int | None, wire.Body]()
+    now = f.channel.hash(version, state.weights, state.statistics)
+    parcels = {}
+    for group in groups:
+        for client, weight in zip(group.clients, group.weights):
+            base = state.ledger.base(client)
+            if base not in bodies:
+                update = Sparse.where(state.ledger.missing(base), state.weights)
+                bodies[base] = wire.Body(update, state.statistics, shared, sends_mask=True)
+            header = wire.Header(
+                kind=wire.PACKAGE,
+                run=f.run,
+                layout=f.layout.fingerprint,
+                round=round,
+                base=base,
+                version=version,
+                hash=now,
+                weight=weight,
+                accepted=client not in state.ledger.unused,
+            )
+            parcels[client] = f.channel.send(header, bodies[base])
+    return parcels
+
+
+def expected_upload(f: Federation, shared: wire.Shared, round: int) -> int:
+    """How long an upload is likely to be, before anybody has trained: a random update is compressed."""
+    noise = stream(f.seed, "expected upload").standard_normal(f.space.size, dtype="float32")
+    task = Task(round, shared.mask, 1.0, f.space)
+    sent, _ = f.strategy.compress(torch.from_numpy(noise).to(f.space.device), task, None)
+    return wire.measure(wire.Body(sent, torch.zeros(f.layout.statistics_size), shared, sends_mask=False))
+
+
+def first_arrivals(
+    f: Federation, group: Group, groups: Sequence[Group], trips: Mapping[int, Trip], round: int
+) -> list[int]:
+    """The first of a group to arrive, up to its quota."""
+
+    def arrivals(clients: Sequence[int]) -> list[int]:
+        limit = float("inf") if f.deadline_s is None else f.deadline_s
+        there = [c for c in clients if trips[c].lost_s is None and trips[c].arrival_s <= limit]
+        return sorted(there, key=lambda c: trips[c].arrival_s)  # stable: ties stay in the order of invitation
+
+    if f.authors_arrivals and group is groups[0] and len(groups) > 1:
+        # The authors end the round when every quota is filled and then draw among the sticky that have arrived.
+        needed = [c for g in groups for c in arrivals(g.clients)[: g.quota]]
+        end_s = max((trips[c].arrival_s for c in needed), default=0.0)
+        there = [c for c in arrivals(group.clients) if trips[c].arrival_s <= end_s]
+        return [there[i] for i in stream(f.seed, "arrivals", round).permutation(len(there))[: group.quota]]
+    return arrivals(group.clients)[: group.quota]
+
+
+def collect(
+    f: Federation,
+    state: State,
+    groups: Sequence[Group],
+    used: Sequence[Sequence[int]],
+    shared: wire.Shared,
+    round: int,
+) -> tuple[list[Upload], dict[int, int]]:
+    """Train the used clients and receive what they send: uploads in the order of the clients, and their bytes."""
+    nominal = {client: w for group in groups for client, w in zip(group.clients, group.weights)}
+    settled = {client: w for group, some in zip(groups, used) for client, w in group.settled(some).items()}
+    uploads, up_bytes = {}, {}
+    frozen = f.strategy.frozen(shared.mask)
+    for outcome in f.engine.train(state.weights, state.statistics, sorted(settled), round, frozen):
+        client = outcome.client
+        if not math.isfinite(outcome.loss):
+            raise GlueFLError(f"round {round}: the loss of client {client} is {outcome.loss}. {DIVERGED}")
+        task = Task(round, shared.mask, nominal[client], f.space)
+        sent, residual = f.strategy.compress(outcome.delta, task, f.residuals.get(client, f.space.device))
+        if residual is not None:
+            f.residuals[client] = residual
+        header = wire.Header(
+            kind=wire.UPLOAD,
+            run=f.run,
+            layout=f.layout.fingerprint,
+            round=round,
+            base=state.ledger.version,
+            version=state.ledger.version,
+            weight=nominal[client],
+            loss=outcome.loss,
+            samples=f.engine.work(client),
+        )
+        body, up_bytes[client] = f.channel.receive(
+            header, wire.Body(sent, outcome.statistics, shared, sends_mask=False)
+        )
+        uploads[client] = Upload(client, settled[client], body.update, body.statistics, outcome.loss)
+    return [uploads[client] for client in sorted(uploads)], dict(sorted(up_bytes.items()))
+
+
+def check_finite(values: Tensor, statistics: Tensor, round: int) -> None:
+    """Refuse to publish a model that is not made of numbers; top-k has looked already, dense strategies have not."""
+    if not bool(torch.isfinite(values).all() & torch.isfinite(statistics).all()):
+        raise GlueFLError(f"round {round}: the update is not finite. {DIVERGED}")

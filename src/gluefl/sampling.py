@@ -1,0 +1,226 @@
+"""Who is invited, with which weight, and who stays: uniform sampling and sticky sampling (Algorithm 2).
+
+Clients are the integers 0 … N−1. Inviting costs O(cohort): the pool is never listed, candidates are drawn and
+rejected if they are offline, sticky or already drawn.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from gluefl.errors import UsageError
+
+Weights = Literal["unbiased", "equal"] | float
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The clients there are at this moment."""
+
+    size: int  # N
+    importance: Callable[[int], float]  # p_i; sums to 1 over the pool
+    is_online: Callable[[int], bool] = lambda client: True
+    speed: Callable[[int], float] = lambda client: 0.0  # only for a first sticky group of the fastest
+
+
+@dataclass(frozen=True)
+class Group:
+    """Clients invited on the same terms: the first `quota` of them to arrive are used."""
+
+    name: str
+    clients: tuple[int, ...]
+    quota: int
+    weights: tuple[float, ...]  # ν_i, told to each client with its task
+
+    def settled(self, used: Sequence[int]) -> dict[int, float]:
+        """The weights of those that were used: when fewer than the quota arrived, each stands for more."""
+        nominal = dict(zip(self.clients, self.weights))
+        return {client: nominal[client] * self.quota / len(used) for client in used}
+
+
+class Sampler(Protocol):
+    """Chooses the clients of a round. The state is a tuple of integers that a checkpoint can hold."""
+
+    @property
+    def cohort(self) -> int:
+        """K, how many clients a round is to use."""
+        ...
+
+    def check(self, size: int) -> None:
+        """Refuse sizes that cannot run on a population of this size; `init` does so too."""
+        ...
+
+    def init(self, pool: Pool, rng: np.random.Generator) -> tuple[int, ...]:
+        """The state before the first round."""
+        ...
+
+    def invite(self, state: tuple[int, ...], pool: Pool, rng: np.random.Generator) -> tuple[Group, ...]:
+        """The groups to invite; smaller than asked for, or empty, when too few clients are online."""
+        ...
+
+    def settle(self, state: tuple[int, ...], used: Iterable[int], rng: np.random.Generator) -> tuple[int, ...]:
+        """The state after a round in which these clients were used."""
+        ...
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """K of N clients, uniformly without replacement; ν_i = N/K · p_i (equation 2 of the paper)."""
+
+    cohort: int  # K
+    weights: Weights = "unbiased"
+    over_commitment: float = 1.0  # OC: invite OC·K, use the first K
+
+    def init(self, pool: Pool, rng: np.random.Generator) -> tuple[int, ...]:
+        """Uniform sampling remembers nothing."""
+        self.check(pool.size)
+        return ()
+
+    def check(self, size: int) -> None:
+        """Refuse a cohort that cannot be invited from a population of this size."""
+        if self.weights not in ("unbiased", "equal"):
+            raise UsageError(f"weights = {self.weights} is a share for a sticky group; uniform sampling has none.")
+        if not 1 <= self.cohort + extra_invitations(self.over_commitment, self.cohort) <= size:
+            raise UsageError(
+                f"a cohort of {self.cohort} clients with over-commitment {self.over_commitment} cannot be invited "
+                f"from a population of {size}: lower sampling.cohort or raise population.clients."
+            )
+
+    def invite(self, state: tuple[int, ...], pool: Pool, rng: np.random.Generator) -> tuple[Group, ...]:
+        """One group."""
+        wanted = self.cohort + extra_invitations(self.over_commitment, self.cohort)
+        clients = draw(rng, pool.size, wanted, pool.is_online)
+        quota = min(self.cohort, len(clients))
+        factor = None if self.weights == "equal" else pool.size / max(quota, 1)
+        return (_group("uniform", clients, quota, factor, pool, quota),)
+
+    def settle(self, state: tuple[int, ...], used: Iterable[int], rng: np.random.Generator) -> tuple[int, ...]:
+        """Uniform sampling remembers nothing."""
+        return state
+
+
+@dataclass(frozen=True)
+class Sticky:
+    """C clients from a sticky group of S, K−C from outside it; who is new replaces someone who sat idle.
+
+    Unbiased weights are ν_i = S/C · p_i inside and (N−S)/(K−C) · p_i outside. A number between S/N (unbiased)
+    and C/K (equal) instead gives the sticky group that share of the whole weight.
+    """
+
+    cohort: int  # K
+    sticky_size: int  # S
+    sticky_cohort: int  # C
+    weights: Weights = "unbiased"
+    over_commitment: float = 1.0  # OC
+    sticky_share: float | None = None  # of the extra invitations; None is C/K, the paper's default
+    initial: Literal["random", "fastest"] = "random"
+
+    def invitations(self) -> tuple[int, int]:
+        """How many sticky and how many other clients are invited."""
+        extra = extra_invitations(self.over_commitment, self.cohort)
+        share = Fraction(self.sticky_cohort, self.cohort) if self.sticky_share is None else self.sticky_share
+        sticky_extra = math.floor(Fraction(str(share)) * extra + Fraction(1, 2))
+        return self.sticky_cohort + sticky_extra, self.cohort - self.sticky_cohort + extra - sticky_extra
+
+    def init(self, pool: Pool, rng: np.random.Generator) -> tuple[int, ...]:
+        """The first sticky group: S clients at random, or the fastest, as in the authors' code."""
+        self.check(pool.size)
+        if self.initial == "fastest":
+            return tuple(sorted(sorted(range(pool.size), key=pool.speed, reverse=True)[: self.sticky_size]))
+        return tuple(sorted(draw(rng, pool.size, self.sticky_size, lambda client: True)))
+
+    def check(self, size: int) -> None:
+        """Refuse sizes with which Algorithm 2 cannot run on a population of this size."""
+        k, s, c = self.cohort, self.sticky_size, self.sticky_cohort
+        others = self.invitations()[1]
+        problems = [
+            (not 0 < c < k, f"sticky_cohort C = {c} must lie between 1 and cohort − 1 = {k - 1}"),
+            (
+                s < k,
+                f"sticky_size S = {s} must be at least the cohort K = {k}: eviction needs idle sticky clients",
+            ),
+            (s > size, f"sticky_size S = {s} is larger than the population of {size} clients"),
+            (
+                s <= size < s + others,
+                f"only {size - s} clients are outside the sticky group; {others} are invited",
+            ),
+        ]
+        found = [text for wrong, text in problems if wrong]
+        if isinstance(self.weights, float | int) and not 0 < self.weights < 1:
+            found.append(f"weights = {self.weights} must be a share between 0 and 1, 'unbiased' or 'equal'")
+        if found:
+            raise UsageError("sticky sampling cannot run: " + "; ".join(found) + ".")
+
+    def invite(self, state: tuple[int, ...], pool: Pool, rng: np.random.Generator) -> tuple[Group, ...]:
+        """Two groups. One that is too small gives what it has and the other takes the rest."""
+        sticky_wanted, others_wanted = self.invitations()
+        members = frozenset(state)
+        available = [client for client in rng.permutation(state).tolist() if pool.is_online(client)]
+        sticky = available[:sticky_wanted]
+        others_wanted += sticky_wanted - len(sticky)
+        others = draw(rng, pool.size, others_wanted, lambda i: i not in members and pool.is_online(i))
+        sticky += available[len(sticky) :][: others_wanted - len(others)]
+
+        sticky_quota = min(self.sticky_cohort, len(sticky))
+        others_quota = min(self.cohort - sticky_quota, len(others))
+        sticky_quota = min(self.cohort - others_quota, len(sticky))
+        inside, outside = self._factors(pool.size, max(sticky_quota, 1), max(others_quota, 1))
+        total = sticky_quota + others_quota
+        return (
+            _group("sticky", sticky, sticky_quota, inside, pool, total),
+            _group("others", others, others_quota, outside, pool, total),
+        )
+
+    def settle(self, state: tuple[int, ...], used: Iterable[int], rng: np.random.Generator) -> tuple[int, ...]:
+        """Newcomers enter; as many leave, drawn from the sticky clients that were not used in this round."""
+        members, used = frozenset(state), frozenset(used)
+        newcomers = used - members
+        idle = sorted(members - used)
+        evicted = rng.choice(idle, len(newcomers), replace=False).tolist() if newcomers else []
+        return tuple(sorted((members | newcomers) - set(evicted)))
+
+    def _factors(self, size: int, sticky: int, others: int) -> tuple[float | None, float | None]:
+        if self.weights == "equal":
+            return None, None
+        if self.weights == "unbiased":
+            return self.sticky_size / sticky, (size - self.sticky_size) / others
+        share = float(self.weights)
+        return share * size / sticky, (1 - share) * size / others
+
+
+def extra_invitations(over_commitment: float, cohort: int) -> int:
+    """How many more clients than the cohort are invited: (OC−1)·K, rounded half up."""
+    return math.floor((Fraction(str(over_commitment)) - 1) * cohort + Fraction(1, 2))
+
+
+def draw(rng: np.random.Generator, size: int, wanted: int, accept: Callable[[int], bool]) -> list[int]:
+    """Up to `wanted` distinct accepted clients of 0 … size−1, uniformly; fewer only if there are no more."""
+    drawn: dict[int, bool] = {}
+    taken: list[int] = []
+    for _ in range(16):
+        for client in rng.integers(size, size=4 * wanted + 4).tolist():
+            if len(taken) == wanted:
+                return taken
+            if client not in drawn:
+                drawn[client] = accept(client)
+                taken += [client] if drawn[client] else []
+    # Rejection has become slow: few are left or few are online. Only now the whole pool is looked at.
+    rest = (int(c) for c in rng.permutation(size) if int(c) not in drawn)
+    for client in rest:
+        if len(taken) == wanted:
+            break
+        taken += [client] if accept(client) else []
+    return taken
+
+
+def _group(name: str, clients: list[int], quota: int, factor: float | None, pool: Pool, total: int) -> Group:
+    # Equal weights are 1/K whatever the importance of a client.
+    weights = [1 / max(total, 1) if factor is None else factor * pool.importance(i) for i in clients]
+    return Group(name, tuple(clients), quota, tuple(weights))
+
+
+SAMPLERS: dict[str, Any] = {"uniform": Uniform, "sticky": Sticky}

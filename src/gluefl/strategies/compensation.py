@@ -1,0 +1,29 @@
+"""Error compensation on the client (§3.3, equation 7): what was not sent is added to the next update.
+
+Re-scaled (REC), a client remembers ν·h and divides by the weight of the round in which it is used: that is
+equation 7 without a ratio to look up, and it holds when a client moves between the sticky group and the others.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from gluefl.selection import Sparse
+
+Compensation = Literal["none", "plain", "rescaled"]
+
+
+def compensate(delta: Tensor, residual: Tensor | None, weight: float, mode: Compensation) -> Tensor:
+    """Δ + (ν^φ / ν) h."""
+    if residual is None or mode == "none":
+        return delta
+    return delta + (residual / weight if mode == "rescaled" else residual)
+
+
+def remember(delta: Tensor, sent: Sparse, weight: float, mode: Compensation) -> Tensor | None:
+    """h = Δ − what was sent."""
+    if mode == "none":
+        return None
+    residual = delta * weight if mode == "rescaled" else delta.clone()
+    residual[sent.positions] = 0
+    return residual

@@ -1,0 +1,72 @@
+"""GlueFL: He et al., Reconciling Client Sampling and Model Masking for Bandwidth Efficient Federated Learning, 2023.
+
+This file is mask shifting (§3.2, Algorithm 3) with mask regeneration and error compensation (§3.3); sticky
+sampling is `gluefl.sampling.Sticky`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gluefl.selection import Sparse, count, counts, top
+from gluefl.strategies import Space, Task, Upload, weighted_sum
+from gluefl.strategies.compensation import Compensation, compensate, remember
+
+
+@dataclass(frozen=True)
+class GlueFLState:
+    """M^t, the mask that the next update shares with the last one."""
+
+    space: Space
+    shared: Tensor
+
+
+@dataclass(frozen=True)
+class GlueFL:
+    """Consecutive updates lie mostly on the same coordinates, so that a client that skipped rounds misses little."""
+
+    q: float = 0.2
+    q_shared: float = 0.16  # q_shr
+    regenerate_every: int | None = 10  # I; None is never (the paper's I = ∞)
+    compensation: Compensation = "rescaled"
+    scope: str = "vector"
+
+    def init(self, space: Space) -> GlueFLState:
+        """No mask yet: round 1 regenerates it."""
+        return GlueFLState(space, space.mask(False))
+
+    def mask(self, state: GlueFLState, round: int) -> Tensor:
+        """M^t; empty in round 1 and in every I-th round after it, where the mask is regenerated."""
+        regenerates = round == 1 or (self.regenerate_every is not None and (round - 1) % self.regenerate_every == 0)
+        return state.space.mask(False) if regenerates else state.shared
+
+    def frozen(self, mask: Tensor) -> Tensor | None:
+        """Nothing."""
+        return None
+
+    def compress(self, delta: Tensor, task: Task, residual: Tensor | None) -> tuple[Sparse, Tensor | None]:
+        """Lines 13–14: everything in the shared mask, and the largest of the rest."""
+        delta = compensate(delta, residual, task.weight, self.compensation)
+        unique = self._unique(delta, task.mask, task.space, task.round)
+        sent = Sparse.where(task.mask | unique, delta)
+        return sent, remember(delta, sent, task.weight, self.compensation)
+
+    def aggregate(self, state: GlueFLState, uploads: Sequence[Upload], round: int) -> tuple[GlueFLState, Sparse]:
+        """Lines 17–22: the update, and the mask that the next one will share with it."""
+        mask = self.mask(state, round)
+        total = weighted_sum(uploads, state.space)
+        changed = mask | self._unique(total, mask, state.space, round)
+        segments = state.space.segments(self.scope)
+        shared = top(total, counts(self.q_shared, segments), segments, round, among=changed)
+        return replace(state, shared=shared), Sparse.where(changed, total)
+
+    def _unique(self, vector: Tensor, mask: Tensor, space: Space, round: int) -> Tensor:
+        """top_{q−q_shr}(¬M ⊙ Δ): what the mask leaves of the budget, so the whole of it when M is empty."""
+        segments = space.segments(self.scope)
+        keep = [
+            max(1, count(self.q, segment.numel())) - int(torch.count_nonzero(segment))
+            for segment in torch.split(mask, list(segments))
+        ]
+        return top(vector, keep, segments, round, among=~mask)

@@ -1,0 +1,83 @@
+"""Local SGD for a whole cohort. `loop` is the reference; every other trainer gives the same deltas."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gluefl.populations import Samples
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) → mean loss of the batch
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """How a client trains: SGD with a momentum that starts fresh every round, for some steps or epochs."""
+
+    steps: int | None = 10  # E
+    epochs: float | None = None  # passes over the client's samples, instead of steps
+    batch: int = 20
+    lr: float = 0.01  # γ
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    proximal: float = 0.0  # FedProx's μ
+    lr_decay: float = 0.98
+    lr_decay_every: int = 10
+    lr_min: float = 0.0
+
+    def rate(self, round: int) -> float:
+        """The learning rate of a round: lowered by `lr_decay` after every `lr_decay_every` rounds."""
+        return max(self.lr_min, self.lr * self.lr_decay ** ((round - 1) // self.lr_decay_every))
+
+    def steps_for(self, samples: int) -> int:
+        """How many batches a client with this many samples trains on."""
+        if self.steps is not None:
+            return self.steps
+        return max(1, math.ceil((self.epochs or 1) * samples / self.batch))
+
+    def batches(self, rng: np.random.Generator, samples: int) -> Tensor:
+        """Indices of (steps, batch): consecutive slices of concatenated permutations, so that every batch is
+        full and every sample is seen once a pass."""
+        steps = self.steps_for(samples)
+        passes = -(-steps * self.batch // samples)
+        order = np.concatenate([rng.permutation(samples) for _ in range(passes)])
+        return torch.from_numpy(order[: steps * self.batch].reshape(steps, self.batch))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's work in one round."""
+
+    client: int
+    samples: Samples
+    batches: Tensor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What local training gave: Δ_i, the statistics after it, the mean loss over its steps."""
+
+    client: int
+    delta: Tensor
+    statistics: Tensor
+    loss: float
+
+
+class Trainer(Protocol):
+    """Trains a cohort. Outcomes may come in any order."""
+
+    def train(
+        self,
+        weights: Tensor,
+        statistics: Tensor,
+        jobs: Sequence[Job],
+        sgd: LocalSGD,
+        lr: float,
+        frozen: Tensor | None,
+    ) -> Iterator[Outcome]:
+        """Train every job from the same weights; `frozen` coordinates do not move."""
+        ...

@@ -1,0 +1,37 @@
+"""The only place that knows bytes. `docs/wire-format.md` is the description for other languages."""
+
+from gluefl.wire.messages import (
+    HEADER_BYTES,
+    NO_HASH,
+    PACKAGE,
+    UPLOAD,
+    Body,
+    Expected,
+    Header,
+    Shared,
+    decode,
+    encode,
+    encode_body,
+    measure,
+    replica_hash,
+)
+from gluefl.wire.positions import Packed, pack, unpack
+
+__all__ = [
+    "HEADER_BYTES",
+    "NO_HASH",
+    "PACKAGE",
+    "UPLOAD",
+    "Body",
+    "Expected",
+    "Header",
+    "Packed",
+    "Shared",
+    "decode",
+    "encode",
+    "encode_body",
+    "measure",
+    "pack",
+    "replica_hash",
+    "unpack",
+]

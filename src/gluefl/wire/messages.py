@@ -1,0 +1,276 @@
+"""Messages both ways: a package (server to client) and an upload (client to server).
+
+`docs/wire-format.md` describes the bytes. A message is a header of its own for every client and a body; the body
+of a package depends only on the version a client holds, so that it is encoded once for all who hold it.
+"""
+
+import hashlib
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gluefl.errors import WireError
+from gluefl.selection import Sparse, positions_of
+from gluefl.wire.positions import Packed, pack, unpack
+
+MAGIC = b"GLUE"
+FORMAT = 1
+PACKAGE, UPLOAD = 1, 2
+FLOAT32 = 0
+NO_VERSION = 0xFFFFFFFF
+NO_HASH = bytes(8)
+ACCEPTED = 1
+
+# magic, format, kind, precision, run, layout, round, base, version, flags, base hash, hash, weight, loss,
+# samples, statistics, size, body bytes, body checksum; then the checksum of all these.
+HEADER = struct.Struct("<4sHBB8s8sIIII8s8sddIIQQI")
+HEADER_BYTES = HEADER.size + 4
+# codec, relation, two reserved bytes, count, bytes
+SECTION = struct.Struct("<BBHIQ")
+
+ABSOLUTE, BESIDE_MASK, KNOWN = range(3)  # relation of a set of positions to the shared mask
+RAW = 0  # the codec of values: as they are, little-endian
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message says of itself. `base` is the version a package starts from or an upload was trained on."""
+
+    kind: int
+    run: bytes  # 8 bytes
+    layout: bytes  # 8 bytes, the fingerprint of the layout
+    round: int
+    base: int | None  # None: the package holds the whole model
+    version: int  # the version the client holds after the package; in an upload, the version it holds
+    base_hash: bytes = NO_HASH  # of the replica at `base`; zeros where nobody computed it
+    hash: bytes = NO_HASH  # of the replica at `version`
+    weight: float = 0.0  # ν_i, the nominal weight
+    loss: float = 0.0
+    samples: int = 0
+    accepted: bool = True  # whether the client's last upload was used
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The mask both sides know, with what encoding needs of it, computed once."""
+
+    mask: Tensor
+
+    @cached_property
+    def packed(self) -> Packed:
+        """The mask, encoded."""
+        return pack(self.mask)
+
+    @cached_property
+    def outside(self) -> Tensor:
+        """The positions that the mask does not cover."""
+        return positions_of(~self.mask)
+
+
+@dataclass(frozen=True)
+class Body:
+    """Values at some positions, the statistics, and the shared mask: sent in a package, known in an upload."""
+
+    update: Sparse
+    statistics: Tensor
+    shared: Shared
+    sends_mask: bool
+
+    @cached_property
+    def positions(self) -> tuple[int, Packed]:
+        """The positions, encoded beside the shared mask where that covers part of them, else on their own."""
+        update = self.update
+        if update.positions.numel() == update.size:
+            return ABSOLUTE, Packed(1, update.size, b"")
+        mask = update.mask()
+        if self.shared.packed.count and not bool((self.shared.mask & ~mask).any()):
+            return BESIDE_MASK, pack(mask[self.shared.outside])
+        return ABSOLUTE, pack(mask)
+
+
+def measure(body: Body) -> int:
+    """The length of the encoded message, without materialising its values."""
+    mask_bytes = len(body.shared.packed.data) if body.sends_mask else 0
+    position_bytes = len(body.positions[1].data)
+    value_bytes = 4 * (body.update.positions.numel() + body.statistics.numel())
+    return HEADER_BYTES + 4 * SECTION.size + mask_bytes + position_bytes + value_bytes
+
+
+def encode(header: Header, body: bytes, size: int, statistics: int) -> bytes:
+    """A whole message from a header and an encoded body."""
+    fields = HEADER.pack(
+        MAGIC,
+        FORMAT,
+        header.kind,
+        FLOAT32,
+        header.run,
+        header.layout,
+        header.round,
+        NO_VERSION if header.base is None else header.base,
+        header.version,
+        ACCEPTED if header.accepted else 0,
+        header.base_hash,
+        header.hash,
+        header.weight,
+        header.loss,
+        header.samples,
+        statistics,
+        size,
+        len(body),
+        zlib.crc32(body),
+    )
+    return fields + struct.pack("<I", zlib.crc32(fields)) + body
+
+
+def encode_body(body: Body) -> bytes:
+    """Four sections: mask, positions, values, statistics."""
+    relation, positions = body.positions
+    mask = _section(ABSOLUTE, body.shared.packed) if body.sends_mask else SECTION.pack(0, KNOWN, 0, 0, 0)
+    return b"".join([mask, _section(relation, positions), _floats(body.update.values), _floats(body.statistics)])
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the receiver knows before it reads a message; anything else is refused."""
+
+    run: bytes
+    layout: bytes
+    size: int  # d
+    statistics: int
+    kind: int
+    shared: Shared | None = None  # for uploads: the mask both sides know
+
+    @property
+    def longest(self) -> int:
+        """No message of this federation is longer: values everywhere and a bitmap twice, with zstd's margin."""
+        return HEADER_BYTES + 4 * SECTION.size + 4 * (self.size + self.statistics) + 2 * (self.size // 4 + 1024)
+
+
+def decode(data: bytes, expected: Expected) -> tuple[Header, Body]:
+    """Read a message, or raise `WireError`: nothing is allocated beyond the sizes that were checked."""
+    header, body = _read_header(data, expected)
+    reader = _Reader(body)
+    shared = _read_mask(reader, expected)
+    relation, packed = reader.section()
+    if relation == BESIDE_MASK:
+        mask = shared.mask.clone()
+        outside = shared.outside
+        mask[outside] = unpack(packed, outside.numel())
+    elif relation == ABSOLUTE:
+        mask = unpack(packed, expected.size)
+    else:
+        raise WireError(f"relation {relation} of positions to the mask is unknown")
+    positions = positions_of(mask)
+    values = reader.floats(positions.numel(), "values")
+    statistics = reader.floats(expected.statistics, "statistics")
+    reader.end()
+    update = Sparse(positions, values, expected.size)
+    return header, Body(update, statistics, shared, sends_mask=expected.kind == PACKAGE)
+
+
+def replica_hash(weights: Tensor, statistics: Tensor) -> bytes:
+    """Eight bytes by which two sides see whether they hold the same model."""
+    digest = hashlib.blake2b(digest_size=8)
+    for vector in (weights, statistics):
+        digest.update(_little_endian(vector))
+    return digest.digest()
+
+
+def _read_header(data: bytes, expected: Expected) -> tuple[Header, memoryview]:
+    if len(data) < HEADER_BYTES or data[:4] != MAGIC:
+        raise WireError(f"{len(data)} bytes that do not start with a gluefl header")
+    if len(data) > expected.longest:
+        raise WireError(f"a message of {len(data)} bytes; {expected.longest} are allowed here")
+    fields = data[: HEADER.size]
+    if struct.unpack_from("<I", data, HEADER.size)[0] != zlib.crc32(fields):
+        raise WireError("the header's checksum is wrong: the message was damaged")
+    (_, format_, kind, precision, run, layout, round_, base, version, flags, base_hash, hash_, weight, loss, samples,
+     statistics, size, body_bytes, body_sum) = HEADER.unpack(fields)  # fmt: skip
+    for name, found, needed in (
+        ("format", format_, FORMAT),
+        ("kind", kind, expected.kind),
+        ("precision", precision, FLOAT32),
+        ("run", run.hex(), expected.run.hex()),
+        ("layout", layout.hex(), expected.layout.hex()),
+        ("vector size", size, expected.size),
+        ("statistics", statistics, expected.statistics),
+        ("body length", body_bytes, len(data) - HEADER_BYTES),
+        ("unknown flags", flags & ~ACCEPTED, 0),
+    ):
+        if found != needed:
+            raise WireError(f"{name} is {found}, {needed} was expected")
+    body = memoryview(data)[HEADER_BYTES:]
+    if zlib.crc32(body) != body_sum:
+        raise WireError("the body's checksum is wrong: the message was damaged")
+    header = Header(
+        kind,
+        run,
+        layout,
+        round_,
+        None if base == NO_VERSION else base,
+        version,
+        base_hash,
+        hash_,
+        weight,
+        loss,
+        samples,
+        bool(flags & ACCEPTED),
+    )
+    return header, body
+
+
+def _read_mask(reader: "_Reader", expected: Expected) -> Shared:
+    relation, packed = reader.section()
+    if expected.kind == UPLOAD:
+        if relation != KNOWN or packed.count or packed.data or expected.shared is None:
+            raise WireError("an upload refers to the mask both sides know and carries none of its own")
+        return expected.shared
+    if relation != ABSOLUTE:
+        raise WireError("a package carries the shared mask itself")
+    return Shared(unpack(packed, expected.size))
+
+
+class _Reader:
+    """Reads sections one after the other and refuses to read past the end."""
+
+    def __init__(self, body: memoryview) -> None:
+        self.body, self.at = body, 0
+
+    def _take(self, size: int) -> memoryview:
+        if size > len(self.body) - self.at:
+            raise WireError(f"a section of {size} bytes is cut off after {len(self.body) - self.at}")
+        self.at += size
+        return self.body[self.at - size : self.at]
+
+    def section(self) -> tuple[int, Packed]:
+        codec, relation, reserved, count, size = SECTION.unpack(self._take(SECTION.size))
+        if reserved:
+            raise WireError("the reserved bytes of a section are not zero")
+        return relation, Packed(codec, count, bytes(self._take(size)))
+
+    def floats(self, count: int, name: str) -> Tensor:
+        codec, relation, reserved, found, size = SECTION.unpack(self._take(SECTION.size))
+        if (codec, relation, reserved, found, size) != (RAW, 0, 0, count, 4 * count):
+            raise WireError(f"{found} {name} in {size} bytes were found, {count} in {4 * count} were expected")
+        return torch.from_numpy(np.frombuffer(self._take(size), "<f4").astype(np.float32))
+
+    def end(self) -> None:
+        if self.at != len(self.body):
+            raise WireError(f"{len(self.body) - self.at} bytes follow the last section")
+
+
+def _section(relation: int, packed: Packed) -> bytes:
+    return SECTION.pack(packed.codec, relation, 0, packed.count, len(packed.data)) + packed.data
+
+
+def _floats(values: Tensor) -> bytes:
+    return SECTION.pack(RAW, 0, 0, values.numel(), 4 * values.numel()) + _little_endian(values)
+
+
+def _little_endian(values: Tensor) -> bytes:
+    return values.detach().cpu().numpy().astype("<f4", copy=False).tobytes()

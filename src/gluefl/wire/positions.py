@@ -1,0 +1,136 @@
+"""Sets of positions as bytes: nothing, everything, a bitmap, or the gaps between them; the smallest that was tried.
+
+Measured in the notes of the project: at a density of 20% a bitmap through zstd costs 2% more than the entropy,
+and gaps through zstd take over below about an eighth.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import zstandard
+from torch import Tensor
+
+from gluefl.errors import WireError
+
+NOTHING, EVERYTHING, BITMAP, BITMAP_ZSTD, GAPS_ZSTD, ABSENT_GAPS_ZSTD = range(6)
+CODECS = ("nothing", "everything", "bitmap", "bitmap+zstd", "gaps+zstd", "gaps of the absent+zstd")
+
+ZSTD_LEVEL = 1
+SPARSE = 1 / 8  # below this density (or above its complement) gaps are tried beside the bitmap
+LONGEST_VARINT = 5  # bytes, for gaps below 2^32
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A set of positions, encoded."""
+
+    codec: int
+    count: int
+    data: bytes
+
+
+def pack(mask: Tensor) -> Packed:
+    """Encode the positions at which a mask holds."""
+    size, count = mask.numel(), int(torch.count_nonzero(mask))
+    if count == 0:
+        return Packed(NOTHING, 0, b"")
+    if count == size:
+        return Packed(EVERYTHING, count, b"")
+    bitmap = _to_bitmap(mask)
+    tried = [(BITMAP_ZSTD, _compress(bitmap)), (BITMAP, bitmap)]
+    if count <= SPARSE * size:
+        tried.append((GAPS_ZSTD, _compress(_gaps(bitmap, size))))
+    elif size - count <= SPARSE * size:
+        tried.append((ABSENT_GAPS_ZSTD, _compress(_gaps(bitmap, size, absent=True))))
+    codec, data = min(tried, key=lambda option: len(option[1]))
+    return Packed(codec, count, data)
+
+
+def unpack(packed: Packed, size: int) -> Tensor:
+    """Decode into a mask of `size` entries, or refuse. Never allocates more than `size` asks for."""
+    codec, count, data = packed.codec, packed.count, packed.data
+    if count > size:
+        raise WireError(f"{count} positions are announced in a vector of {size}")
+    if codec == NOTHING:
+        mask = np.zeros(size, dtype=bool)
+    elif codec == EVERYTHING:
+        mask = np.ones(size, dtype=bool)
+    elif codec == BITMAP:
+        mask = _from_bitmap(data, size)
+    elif codec == BITMAP_ZSTD:
+        mask = _from_bitmap(_decompress(data, -(-size // 8), exact=True), size)
+    elif codec in (GAPS_ZSTD, ABSENT_GAPS_ZSTD):
+        listed = count if codec == GAPS_ZSTD else size - count
+        mask = np.full(size, codec == ABSENT_GAPS_ZSTD)
+        mask[_from_gaps(_decompress(data, LONGEST_VARINT * listed), listed, size)] ^= True
+    else:
+        raise WireError(f"codec {codec} for positions is unknown; this build knows 0 to {len(CODECS) - 1}")
+    if codec in (NOTHING, EVERYTHING) and data:
+        raise WireError(f"codec {codec} ({CODECS[codec]}) carries no data, {len(data)} bytes were found")
+    if int(np.count_nonzero(mask)) != count:
+        raise WireError(f"{count} positions were announced, {int(np.count_nonzero(mask))} were found")
+    return torch.from_numpy(mask)
+
+
+def _to_bitmap(mask: Tensor) -> bytes:
+    # Least significant bit first. On a GPU the bits are packed there: an eighth of the bytes crosses the bus.
+    if not mask.is_cuda:
+        return np.packbits(mask.numpy(), bitorder="little").tobytes()
+    padded = torch.nn.functional.pad(mask, (0, -mask.numel() % 8)).view(-1, 8)
+    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    return (padded * powers).sum(1, dtype=torch.uint8).cpu().numpy().tobytes()
+
+
+def _from_bitmap(data: bytes, size: int) -> np.ndarray:
+    if len(data) != -(-size // 8):
+        raise WireError(f"a bitmap of {size} positions has {-(-size // 8)} bytes, {len(data)} were found")
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    if bits[size:].any():
+        raise WireError("the padding of a bitmap is not zero")
+    return bits[:size].astype(bool)
+
+
+def _gaps(bitmap: bytes, size: int, absent: bool = False) -> bytes:
+    """LEB128 varints of position − previous position − 1, the one before the first being −1."""
+    bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little", count=size)
+    positions = np.flatnonzero(bits == 0 if absent else bits)
+    gaps = np.diff(positions, prepend=-1) - 1
+    groups = np.stack([(gaps >> (7 * i)) for i in range(LONGEST_VARINT)], axis=1)
+    used = np.maximum.accumulate((groups > 0)[:, ::-1], axis=1)[:, ::-1]
+    used[:, 0] = True
+    more = np.zeros_like(used)
+    more[:, :-1] = used[:, 1:]
+    return ((groups & 0x7F) | (more << 7)).astype(np.uint8)[used].tobytes()
+
+
+def _from_gaps(data: bytes, count: int, size: int) -> np.ndarray:
+    raw = np.frombuffer(data, np.uint8).astype(np.int64)
+    ends = np.flatnonzero(raw < 0x80)
+    if ends.size != count or (raw.size and (not ends.size or ends[-1] != raw.size - 1)):
+        raise WireError(f"{count} gaps were announced, {ends.size} whole ones were found")
+    if not count:
+        return np.zeros(0, np.int64)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    place = np.arange(raw.size) - np.repeat(starts, ends - starts + 1)
+    if int(place.max()) >= LONGEST_VARINT:
+        raise WireError(f"a gap of more than {LONGEST_VARINT} bytes was found")
+    positions = np.cumsum(np.add.reduceat((raw & 0x7F) << (7 * place), starts) + 1) - 1
+    if int(positions[-1]) >= size or (np.diff(positions) <= 0).any():
+        raise WireError(f"a position lies outside a vector of {size}")
+    return positions
+
+
+def _compress(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data)
+
+
+def _decompress(data: bytes, limit: int, exact: bool = False) -> bytes:
+    # The size a frame declares is checked before anything is allocated, and the output is bounded by it.
+    try:
+        declared = zstandard.frame_content_size(data)
+        if declared < 0 or declared > limit or (exact and declared != limit):
+            raise WireError(f"a compressed part declares {declared} bytes, {limit} are allowed")
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=limit, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WireError(f"a compressed part is damaged: {error}") from error

@@ -1,0 +1,108 @@
+"""Rounds without training: exact updates, devices that lose clients, a channel that writes down."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gluefl.channel import Channel, Encoded, Parcel
+from gluefl.fleet import Instant, Trip
+from gluefl.layout import Layout
+from gluefl.residuals import Residuals
+from gluefl.round import Federation, State, start
+from gluefl.sampling import Pool
+from gluefl.server import Server
+from gluefl.strategies import Space
+from gluefl.training import Outcome
+from stubs import dyadic, mlp
+
+RUN = b"test run"
+LAYOUT = Layout.of(mlp(norm=True))  # 180 weights, 17 statistics
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Updates that are a pure function of round and client."""
+
+    reverse: bool = False
+
+    def delta(self, round: int, client: int) -> Tensor:
+        return dyadic(LAYOUT.size, round, client)
+
+    def statistics(self, round: int, client: int) -> Tensor:
+        return dyadic(LAYOUT.statistics_size, round, client, 1)
+
+    def train(self, weights, statistics, clients, round, frozen):
+        for client in reversed(clients) if self.reverse else clients:
+            delta = self.delta(round, client)
+            moved = delta if frozen is None else torch.where(frozen, 0.0, delta)
+            yield Outcome(client, moved, self.statistics(round, client), 0.5)
+
+    def work(self, client: int) -> int:
+        return 200
+
+
+@dataclass(frozen=True)
+class Unreliable:
+    """A second down, one to compute, some to send; some clients are offline, some are lost on the way."""
+
+    lose: Callable[[int, int], float | None]  # (client, second) → when it is lost
+    slow: Callable[[int], float] = lambda client: 1.0
+    is_there: Callable[[int], bool] | None = None  # else six in seven, others every second
+    timed: bool = True
+
+    def is_online(self, clock_s: float):
+        return self.is_there or (lambda client: (client + int(clock_s)) % 7 > 0)
+
+    def next_change_s(self, clock_s: float) -> float:
+        return clock_s + 1
+
+    def trip(self, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int) -> Trip:
+        return Trip(self.slow(client), 1.0, 1.0 + client / 1000 + up_bytes / 1e9, self.lose(client, int(clock_s)))
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A channel that also writes down who was sent what, and who finished the download."""
+
+    inner: Channel = field(default_factory=lambda: Encoded(LAYOUT, RUN))
+    sent: list[Parcel] = field(default_factory=list)
+    delivered: list[tuple[int, Parcel]] = field(default_factory=list)
+
+    def hash(self, version, weights, statistics):
+        return self.inner.hash(version, weights, statistics)
+
+    def send(self, header, body):
+        self.sent.append(self.inner.send(header, body))
+        return self.sent[-1]
+
+    def deliver(self, client, parcel):
+        self.inner.deliver(client, parcel)
+        self.delivered.append((client, parcel))
+
+    def receive(self, header, body):
+        return self.inner.receive(header, body)
+
+
+def federation(strategy: Any, sampler: Any, clients: int, **parts: Any) -> tuple[Federation, State]:
+    """A federation of stand-ins, and its state before round 1."""
+    defaults = {
+        "server": Server(),
+        "devices": Instant(),
+        "engine": Engine(),
+        "channel": Encoded(LAYOUT, RUN),
+        "residuals": Residuals(LAYOUT.size),
+    }
+    f = Federation(
+        seed=5,
+        run=RUN,
+        layout=LAYOUT,
+        space=Space(tuple(part.size for part in LAYOUT.weights)),
+        pool=Pool(clients, lambda client: 1 / clients),
+        sampler=sampler,
+        strategy=strategy,
+        **{**defaults, **parts},
+    )
+    return f, start(f, dyadic(LAYOUT.size, 0, 0), dyadic(LAYOUT.statistics_size, 0, 1))

@@ -1,0 +1,85 @@
+"""A state that is saved and loaded is the same state, whatever the strategy keeps."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from federations import LAYOUT, Unreliable, federation
+from gluefl import APF, STC, FedAvg, GlueFL, Sticky, checkpoint
+from gluefl.channel import Measured
+from gluefl.errors import GlueFLError
+from gluefl.residuals import Residuals
+from gluefl.round import play
+from gluefl.server import Server
+
+STRATEGIES = [
+    FedAvg(),
+    STC(compensation="plain", server_feedback=True),
+    APF(0.5, 2, 0.5, tighten_at=0.01),
+    GlueFL(),
+]
+
+
+def lose(client: int, clock_s: int) -> float | None:
+    return {0: 0.5, 1: 1.5}.get((client * 31 + clock_s * 17) % 11 % 5)
+
+
+def assert_same(found, state) -> None:
+    """Field by field, through dataclasses, to the last bit."""
+    assert type(found) is type(state)
+    if dataclasses.is_dataclass(state):
+        for field in dataclasses.fields(state):
+            assert_same(getattr(found, field.name), getattr(state, field.name))
+    elif isinstance(state, torch.Tensor):
+        assert found.dtype == state.dtype and torch.equal(found, state)
+    else:
+        assert found == state
+
+
+def played(strategy, folder, rounds=9):
+    residuals = Residuals(LAYOUT.size, folder, memory_bytes=1)
+    parts = {"server": Server(0.5, 0.9), "devices": Unreliable(lose), "channel": Measured()}
+    f, fresh = federation(strategy, Sticky(6, 10, 4, over_commitment=1.5), 40, residuals=residuals, **parts)
+    state = fresh
+    for _ in range(rounds):
+        state, _ = play(f, state)
+    return f, fresh, state
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_what_is_loaded_is_what_was_saved(strategy, tmp_path) -> None:
+    f, fresh, state = played(strategy, tmp_path)
+    assert state.ledger.unused and state.velocity.any() and state.clock_s > 0 and state.up_bytes
+    checkpoint.save(tmp_path, state, f.residuals)
+    residuals = Residuals(LAYOUT.size, tmp_path, memory_bytes=1)
+    assert_same(checkpoint.load(tmp_path, fresh, residuals), state)
+    assert len(residuals) == len(f.residuals)
+    for client in range(40):
+        here, there = f.residuals.get(client), residuals.get(client)
+        assert (here is None) == (there is None) and (here is None or torch.equal(here, there))
+
+
+def test_only_the_last_checkpoint_stays_and_half_a_one_does_not_count(tmp_path) -> None:
+    f, fresh, state = played(GlueFL(), tmp_path)
+    checkpoint.save(tmp_path, state, f.residuals)
+    later, _ = play(f, state)
+    (tmp_path / "state-10.safetensors.tmp").write_bytes(b"killed while writing")
+    (tmp_path / "state.json.tmp").write_text("{")
+    copy = Path(shutil.copytree(tmp_path, tmp_path.with_name("copy")))  # a load cuts off what came later
+    assert_same(checkpoint.load(copy, fresh, Residuals(LAYOUT.size, copy)), state)
+    checkpoint.save(tmp_path, later, f.residuals)
+    assert [path.name for path in tmp_path.glob("state-*")] == ["state-10.safetensors"]
+    assert_same(checkpoint.load(tmp_path, fresh, Residuals(LAYOUT.size, tmp_path)), later)
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path) -> None:
+    f, fresh, state = played(FedAvg(), tmp_path, rounds=1)
+    checkpoint.save(tmp_path, state, f.residuals)
+    saved = json.loads((tmp_path / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps(saved | {"version": 99}))
+    with pytest.raises(GlueFLError, match="version 99"):
+        checkpoint.load(tmp_path, fresh, f.residuals)

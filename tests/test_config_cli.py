@@ -1,0 +1,449 @@
+"""Configurations and the command line: everything wrong is said at once, and every exit has its code."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gluefl.cli import main
+from gluefl.config import Config, merged, read, to_toml, validated, variants, with_sets
+from gluefl.errors import UsageError
+from gluefl.journal import read as read_journal
+
+RUN_KEYS = [
+    "strategy",
+    "seed",
+    "rounds",
+    "accuracy",
+    "target",
+    "reached_round",
+    "down_bytes",
+    "up_bytes",
+    "total_bytes",
+    "download_s",
+    "total_s",
+    "mean_download_share",
+]
+
+
+# --- configuration ----------------------------------------------------------------------------------------
+
+
+def problems(raw) -> list[str]:
+    with pytest.raises(UsageError) as error:
+        validated(raw, "my.toml")
+    head, *lines = str(error.value).splitlines()
+    assert error.value.exit_code == 2 and head == "my.toml cannot be used:"
+    return [line.strip() for line in lines]
+
+
+def test_all_errors_come_at_once() -> None:
+    found = problems(
+        {
+            "rounds": 0,
+            "seed": -1,
+            "trainin": {},
+            "target": 1.5,
+            "training": {"lr": -1, "stepz": 3},
+            "sampling": {"cohort": "many", "weights": 1.5},
+            "fleet": {"sticky_share": "half"},
+            "strategy": {"name": "gluefl", "q": 0.1, "q_shared": 0.2},
+        }
+    )
+    keys = {line.split(":")[0] for line in found}
+    assert keys == {
+        "rounds", "seed", "trainin", "target", "training.lr", "training.stepz", "sampling.cohort",
+        "sampling.weights", "fleet.sticky_share", "strategy",
+    }  # fmt: skip
+    text = "\n".join(found)
+    assert "training.stepz: unknown key (did you mean 'steps'?)" in text
+    assert "trainin: unknown key (did you mean 'training'?)" in text
+    assert "rounds: input should be greater than or equal to 1; found 0" in text
+    assert "q_shared = 0.2 must be below q = 0.1" in text
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({"strategy": {"name": "fedavg", "q": 0.1}}, "fedavg has no q; it has no parameters"),
+        ({"strategy": {"name": "apf", "q_shared": 0.1}}, "apf has no q_shared; it has check_every, decay"),
+        ({"strategy": {"name": "gluefl", "q": 0.16}}, "q_shared = 0.16 must be below q = 0.16"),
+        ({"strategy": {"name": "glufl"}}, "'gluefl'; found 'glufl'"),
+        ({"strategy": {"regenerate_every": 0}}, "greater than or equal to 1; found 0"),
+        ({"training": {"steps": 3, "epochs": 1}}, "give steps or epochs, not both"),
+        ({"training": {"lr": float("nan")}}, "finite"),
+        ({"population": 3}, "population"),
+        ({"sampling": {"name": "uniform", "sticky_size": 30}}, "remove them"),
+        ({"qqqqqq": 1}, "known: "),
+    ],
+)
+def test_one_wrong_value(raw, says) -> None:
+    with pytest.raises(UsageError, match=says):
+        validated(raw)
+
+
+def test_what_depends_on_other_values_is_filled_in() -> None:
+    config = validated({"sampling": {"cohort": 10}})
+    assert config.strategy.name == "gluefl" and config.sampling.name == "sticky" and config.training.steps == 10
+    assert (config.sampling.sticky_size, config.sampling.sticky_cohort) == (40, 8)
+    config = validated({"strategy": {"name": "stc"}, "training": {"epochs": 2}})
+    assert config.sampling.name == "uniform" and config.training.steps is None
+    assert validated({"strategy": {"name": "stc"}, "sampling": {"name": "sticky"}}).sampling.sticky_size == 120
+
+
+OPTIONS = {
+    "fedavg": {},
+    "stc": {
+        "q": st.sampled_from([0.1, 0.25]),
+        "server_feedback": st.booleans(),
+        "compensation": st.just("plain"),
+    },
+    "apf": {
+        "threshold": st.floats(0.01, 1),
+        "tighten_at": st.floats(0.1, 1),
+        "check_every": st.integers(1, 9),
+    },
+    "gluefl": {
+        "q_shared": st.floats(0.01, 0.19),
+        "regenerate_every": st.sampled_from([3, "never", float("inf")]),
+    },
+}
+
+
+@st.composite
+def raw_configurations(draw) -> dict:
+    name = draw(st.sampled_from(sorted(OPTIONS)))
+    some = lambda table: st.fixed_dictionaries({}, optional=table)
+    return {
+        "rounds": draw(st.integers(1, 10**6)),
+        "strategy": {"name": name, **draw(some(OPTIONS[name]))},
+        **draw(
+            some(
+                {
+                    "target": st.floats(0.001, 1),
+                    "population": some({"name": st.just("arrays"), "path": st.text(), "clients": st.integers(1, 99)}),
+                    "training": some({"lr": st.floats(1e-12, 1e12), "weight_decay": st.just(5e-05)}),
+                    "sampling": some({"cohort": st.integers(2, 50), "weights": st.sampled_from(["equal", 0.25])}),
+                    "fleet": some({"deadline_s": st.floats(0.1, 1e9), "device_speed": st.lists(st.floats(0, 1))}),
+                    "residuals": some({"half": st.booleans()}),
+                }
+            )
+        ),
+    }
+
+
+@given(raw_configurations())
+def test_a_resolved_configuration_written_down_is_the_same_again(raw) -> None:
+    config = validated(raw)
+    text = to_toml(config)
+    again = validated(tomllib.loads(text))
+    assert to_toml(again) == text
+    assert validated(tomllib.loads(to_toml(again))) == again
+    given_, written = (c.model_dump(exclude={"strategy"}) for c in (config, again))
+    assert given_ == written
+    assert again.strategy.name == config.strategy.name
+    assert config.strategy.parameters().items() <= again.strategy.parameters().items()
+
+
+def test_assignments_are_toml_or_bare_words() -> None:
+    raw = {"training": {"lr": 0.1, "batch": 5}, "rounds": 3}
+    sets = [
+        "training.lr=0.05",
+        "rounds = 7",
+        "strategy.name=stc",
+        'population.path="a=b"',
+        "a.b.c=[1, 2]",
+        "x=true",
+    ]
+    assert with_sets(raw, sets) == {
+        "training": {"lr": 0.05, "batch": 5},
+        "rounds": 7,
+        "strategy": {"name": "stc"},
+        "population": {"path": "a=b"},
+        "a": {"b": {"c": [1, 2]}},
+        "x": True,
+    }
+    assert raw == {"training": {"lr": 0.1, "batch": 5}, "rounds": 3}
+    for wrong in ("rounds", "=3", " =3"):
+        with pytest.raises(UsageError, match="key=value"):
+            with_sets(raw, [wrong])
+
+
+nested = st.recursive(
+    st.integers(), lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=8
+)
+trees = st.dictionaries(st.sampled_from("abc"), nested, max_size=3)
+
+
+@given(trees, trees)
+def test_merging_puts_the_second_on_top(base, over) -> None:
+    result = merged(base, over)
+    assert merged(result, over) == result and merged({}, over) == over == merged(over, {})
+    assert merged(base, base) == base
+    assert result.keys() == base.keys() | over.keys()
+
+
+def test_variants_share_what_fits_and_override_what_differs() -> None:
+    raw = {
+        "rounds": 9,
+        "strategy": {"name": "gluefl", "q": 0.3, "regenerate_every": 5},
+        "compare": {
+            "strategies": ["fedavg", "stc", "gluefl", "eager"],
+            "stc": {"strategy": {"q": 0.1}, "rounds": 4},
+            "eager": {"strategy": {"name": "gluefl", "regenerate_every": 1}, "sampling": {"cohort": 5}},
+        },
+    }
+    found = variants(raw)
+    assert list(found) == ["fedavg", "stc", "gluefl", "eager"]
+    assert [c.strategy.name for c in found.values()] == ["fedavg", "stc", "gluefl", "gluefl"]
+    assert found["stc"].strategy.q == 0.1 and found["stc"].rounds == 4 and found["fedavg"].rounds == 9
+    assert found["gluefl"].strategy.q == 0.3 and found["gluefl"].strategy.regenerate_every == 5
+    assert found["eager"].strategy.q == 0.3 and found["eager"].strategy.regenerate_every == 1
+    assert found["eager"].sampling.sticky_size == 20 and found["fedavg"].sampling.name == "uniform"
+    assert list(variants({})) == ["fedavg", "stc", "apf", "gluefl"]
+
+
+@pytest.mark.parametrize(
+    ("compare", "says"),
+    [
+        ({"strategies": ["fedavg", "glufl"]}, "'glufl' is no strategy .did you mean 'gluefl'"),
+        ({"strategies": []}, "must be a list of names"),
+        ({"strategies": "fedavg"}, "must be a list of names"),
+        ({"strategies": ["fedavg"], "gluefl": {}}, "belongs to none of"),
+        (
+            {"strategies": ["fedavg"], "fedavg": {"training": {"lr": -1}}},
+            "run 'fedavg', cannot be used:\n  training.lr",
+        ),
+    ],
+)
+def test_variants_that_cannot_be(compare, says) -> None:
+    with pytest.raises(UsageError, match=says):
+        variants({"compare": compare})
+    with pytest.raises(UsageError, match="none of the compared strategies"):
+        variants({"strategy": {"threshold": 0.1}, "compare": {"strategies": ["fedavg", "stc"]}})
+
+
+def test_a_file_that_is_not_there_or_not_toml(tmp_path) -> None:
+    with pytest.raises(UsageError, match="cannot read the configuration"):
+        read(tmp_path / "none.toml")
+    for content in (b"rounds = ", b"\xff\xfe"):
+        (tmp_path / "bad.toml").write_bytes(content)
+        with pytest.raises(UsageError, match=r"bad\.toml is not valid TOML"):
+            read(tmp_path / "bad.toml")
+
+
+def test_the_defaults_are_valid() -> None:
+    assert validated({}) == validated(tomllib.loads(to_toml(validated({})))).model_copy(
+        update={"strategy": Config().strategy}
+    )
+
+
+# --- the command line -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    rng = np.random.default_rng(0)
+    owners = np.repeat(np.arange(20), 25)
+    labels = rng.integers(0, 3, owners.size)
+    inputs = (40 * labels[:, None, None] + rng.integers(0, 60, (owners.size, 4, 4))).astype(np.uint8)
+    np.savez(tmp_path / "data.npz", inputs=inputs, labels=labels, owners=owners)
+    text = f"""
+        rounds = 4
+        [population]
+        name = "arrays"
+        clients = 20
+        path = "{tmp_path / "data.npz"}"
+        [model]
+        name = "mlp"
+        side = 4
+        hidden = 5
+        [training]
+        steps = 2
+        batch = 5
+        trainer = "loop"
+        [sampling]
+        cohort = 4
+        sticky_size = 8
+        sticky_cohort = 3
+        [evaluation]
+        every = 1
+        average = 1
+        [compare]
+        strategies = ["fedavg", "gluefl"]
+        [compare.fedavg.sampling]
+        name = "sticky"
+    """
+    path = tmp_path / "config.toml"
+    path.write_text("\n".join(line.strip() for line in text.splitlines()))
+    return path
+
+
+def gluefl(*arguments) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_leaves_what_the_design_promises(config, tmp_path) -> None:
+    out = tmp_path / "out"
+    result = gluefl("run", config, "--out", out, "--seed", 3, "--json")
+    assert result.exit_code == 0, result.stderr
+    (found,) = json.loads(result.stdout)["runs"]
+    assert list(found) == RUN_KEYS
+    assert found["strategy"] == "gluefl" and found["seed"] == 3 and found["rounds"] == 4
+    assert found["total_bytes"] == found["down_bytes"] + found["up_bytes"] and found["total_s"] is None
+    assert {
+        "config.toml",
+        "journal.jsonl",
+        "summary.json",
+        "model.safetensors",
+        "checkpoint/state.json",
+    } <= files(out)
+    summary = json.loads((out / "summary.json").read_text())
+    assert all(summary[key] == found[key] for key in RUN_KEYS)
+    resolved = validated(tomllib.loads((out / "config.toml").read_text()))
+    assert resolved.seed == 3 and resolved.sampling.name == "sticky" and resolved.strategy.q == 0.2
+    lines, damaged = read_journal(out / "journal.jsonl")
+    assert len(lines) == 4 and not damaged and sum(line["down_bytes"] for line in lines) == found["down_bytes"]
+
+
+def test_the_configuration_a_run_wrote_runs_the_same_again(config, tmp_path) -> None:
+    first = gluefl("run", config, "--out", tmp_path / "a", "--set", "strategy.regenerate_every=inf", "--json")
+    again = gluefl("run", tmp_path / "a" / "config.toml", "--out", tmp_path / "b", "--json")
+    assert again.exit_code == 0 and again.stdout == first.stdout
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
+def test_compare_runs_every_strategy_with_every_seed(config, tmp_path) -> None:
+    out = tmp_path / "out"
+    result = gluefl("compare", config, "--out", out, "--seeds", "1,2", "--json")
+    assert result.exit_code == 0, result.stderr
+    runs = json.loads(result.stdout)["runs"]
+    assert sorted((run["strategy"], run["seed"]) for run in runs) == [
+        (s, n) for s in ("fedavg", "gluefl") for n in (1, 2)
+    ]
+    assert all(list(run) == RUN_KEYS for run in runs)
+    assert {path.name for path in out.iterdir() if path.is_dir()} >= {
+        "fedavg-1",
+        "fedavg-2",
+        "gluefl-1",
+        "gluefl-2",
+    }
+    again = gluefl("compare", config, "--out", out, "--seeds", "1,2", "--json", "--resume")
+    assert again.exit_code == 0 and again.stdout == result.stdout
+    assert gluefl("compare", config, "--out", out, "--seeds", "1,2").exit_code == 2
+    for wrong in ("-1", "3,3", "one", ","):
+        assert gluefl("compare", config, "--out", tmp_path / "new", f"--seeds={wrong}").exit_code == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_table_for_people(config, tmp_path) -> None:
+    result = gluefl("compare", config, "--out", tmp_path / "out", "--set", "target=0.01")
+    assert result.exit_code == 0, result.stderr
+    assert "To 1% accuracy" in result.stdout and "fedavg" in result.stdout and "gluefl" in result.stdout
+    assert str(tmp_path / "out") in result.stdout.replace("\n", "")
+
+
+def test_a_run_goes_on_to_a_later_end(config, tmp_path) -> None:
+    gluefl("run", config, "--out", tmp_path / "whole", "--set", "rounds=6")
+    gluefl("run", config, "--out", tmp_path / "parts")
+    result = gluefl("run", config, "--out", tmp_path / "parts", "--set", "rounds=6", "--resume")
+    assert result.exit_code == 0, result.stderr
+    whole, parts = (read_journal(tmp_path / name / "journal.jsonl")[0] for name in ("whole", "parts"))
+    assert [line | {"wall_s": 0} for line in whole] == [line | {"wall_s": 0} for line in parts] and len(whole) == 6
+    for name in ("config.toml", "model.safetensors", "summary.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--set", "training.lrr=3"], 2, "training.lrr: unknown key (did you mean 'lr'?)"),
+        (["--set", "rounds"], 2, "key=value"),
+        (["--set", "sampling.sticky_cohort=4"], 2, "C = 4 must lie between 1 and cohort"),
+        (["--set", "sampling.sticky_size=3"], 2, "S = 3 must be at least the cohort K = 4"),
+        (["--set", "sampling.sticky_size=21"], 2, "S = 21 is larger than the population of 20"),
+        (["--set", "sampling.sticky_size=20"], 2, "only 0 clients are outside"),
+        (["--set", "strategy.q_shared=0.3"], 2, "must be below q"),
+        (["--set", "population.name=glyph"], 2, "did you mean 'glyphs'"),
+        (["--set", "population.colour=3"], 2, "no option 'colour'"),
+        (["--set", "population.clients=900"], None, "900"),
+        (["--set", "model.name=mpl"], 2, "did you mean 'mlp'"),
+        (["--set", "model.depth=3"], 2, "no option 'depth'"),
+        (["--set", "population.path=nowhere.npz"], 1, "nowhere.npz"),
+        (["--set", "training.lr=1e30"], 1, "diverged"),
+        (["--device", "cuda:99"], 2, "cannot be used here"),
+        (["--set", "training.trainer=magic"], 2, "'magic' is unknown"),
+        (["--seed", "-1"], 2, "seed: input should be greater than or equal to 0"),
+        (["--seed", "one"], 2, "Invalid value for '--seed'"),
+        (["--wrong"], 2, "No such option"),
+    ],
+)
+def test_every_mistake_is_one_message_and_leaves_nothing(arguments, code, says, config, tmp_path) -> None:
+    result = gluefl("run", config, "--out", tmp_path / "out", *arguments)
+    assert says in result.stderr and "Traceback" not in result.output and not result.stdout
+    assert result.exit_code in ((code,) if code else (1, 2))
+    if code == 2 or not code:
+        assert not (tmp_path / "out").exists()
+    else:
+        assert "model.safetensors" not in files(tmp_path)
+
+
+def test_a_folder_that_holds_another_run_is_not_touched(config, tmp_path) -> None:
+    out = tmp_path / "out"
+    gluefl("run", config, "--out", out)
+    before = {name: (out / name).read_bytes() for name in files(out)}
+    for more, says in (
+        ([], "holds a run already"),
+        (["--resume", "--set", "training.lr=0.5"], "another configuration"),
+    ):
+        result = gluefl("run", config, "--out", out, *more)
+        assert result.exit_code == 2 and says in result.stderr
+    assert {name: (out / name).read_bytes() for name in files(out)} == before
+    assert gluefl("run", config, "--resume").exit_code == 2
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("hello")
+    assert gluefl("run", config, "--out", tmp_path / "mine").exit_code == 2
+    assert files(tmp_path / "mine") == {"notes.txt"}
+
+
+@pytest.mark.parametrize(("wrong", "says"), [("sticky_cohort=4", "C = 4 must lie"), ("sticky_size=21", "larger than")])
+def test_a_comparison_is_refused_before_its_first_run(wrong, says, config, tmp_path) -> None:
+    result = gluefl("compare", config, "--out", tmp_path / "out", "--set", f"compare.gluefl.sampling.{wrong}")
+    assert result.exit_code == 2 and says in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_answers_without_torch() -> None:
+    code = "import sys; from gluefl.cli import main; main(['--help'], standalone_mode=False); "
+    code += "print('torch' in sys.modules)"
+    for command in ([sys.executable, "-c", code], [sys.executable, "-m", "gluefl", "--help"]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0 and "compare" in done.stdout and "demo" in done.stdout
+        assert "True" not in done.stdout and not done.stderr
+
+
+def test_the_module_exits_with_the_codes_of_the_program(config, tmp_path) -> None:
+    command = [sys.executable, "-m", "gluefl", "run", config, "--out", tmp_path / "out"]
+    done = subprocess.run([*command, "--set", "rounds=0"], capture_output=True, text=True)
+    assert done.returncode == 2 and "rounds" in done.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "demo", "bench"])
+def test_every_command_explains_itself(command) -> None:
+    result = gluefl(command, "--help")
+    assert result.exit_code == 0 and "Usage" in result.stdout
+    if command != "bench":
+        assert all(option in result.stdout for option in ("--out", "--set", "--seed", "--device", "--json", "--resume"))

@@ -1,0 +1,215 @@
+"""The fleet: its tables against the authors' logs, its laws."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gluefl.bench import fleet as bench
+from gluefl.errors import UsageError
+from gluefl.fleet import Devices, Fleet, Instant
+from gluefl.fleet.availability import SLOT_S, Diurnal, online_fraction
+from gluefl.fleet.networks import percentiles
+from gluefl.fleet.noise import normal, uniform
+
+HOUR_S = 3600.0
+MANY = np.arange(200_000)
+clients = st.integers(0, 10**9)
+clocks_s = st.floats(0, 10 * 86_400.0)
+message_bytes = st.integers(0, 10**8)
+
+# Download, upload, compute seconds per round in the authors' logs.
+AUTHORS = {"edge": (39.2, 66.8, 6.7), "5g": (1.8, 2.37, 11.15), "cloud": (0.95, 1.66, 12.0)}
+
+
+@pytest.mark.parametrize("network", AUTHORS)
+def test_last_arrival_is_that_of_the_authors_logs(network: str) -> None:
+    parts = bench.last_arrivals(network, rounds=2000)
+    assert tuple(parts.values()) == pytest.approx(AUTHORS[network], rel=0.12)
+
+
+@pytest.mark.parametrize("network", AUTHORS)
+def test_sampled_percentiles_are_those_of_the_table(network: str) -> None:
+    # A million clients, because the 15th percentile of 200,000 uploads still scatters by 1.5%.
+    table, ranks = percentiles(network), np.arange(5, 96, 5) / 100
+    parts = [Fleet(network).speeds(MANY + k * len(MANY)) for k in range(5)]
+    for name in ("down_mbps", "up_mbps"):
+        drawn = np.concatenate([getattr(part, name) for part in parts])
+        wanted = np.interp(ranks, table.percent, getattr(table, name))
+        assert np.quantile(drawn, ranks) == pytest.approx(wanted, rel=0.03)
+
+
+def test_a_fifth_of_the_edge_is_slow_and_slow_clients_are_slow_both_ways() -> None:
+    speeds = Fleet("edge").speeds(MANY)
+    assert 0.19 <= np.mean(speeds.down_mbps <= 10) <= 0.20
+    logs = np.log([speeds.down_mbps, speeds.up_mbps])
+    assert np.corrcoef(logs)[0, 1] == pytest.approx(0.40, abs=0.02)
+    # Shares measured over the 6,492 tests of the M-Lab trace.
+    slow_down, slow_up = speeds.down_mbps <= 10, speeds.up_mbps <= 5
+    assert np.mean(slow_up[slow_down]) == pytest.approx(0.6, abs=0.02)
+    assert np.mean(slow_up[~slow_down]) == pytest.approx(0.191, abs=0.02)
+
+
+def test_compute_has_a_fast_and_a_slow_half() -> None:
+    ms = Fleet().speeds(MANY).ms_per_sample
+    assert (ms.min(), ms.max()) == (15, 199)
+    assert ms.mean() == pytest.approx(78, rel=0.01)
+    assert np.mean((ms > 60) & (ms < 110)) < 0.1  # two humps, little between them
+
+
+@given(st.integers(0, 2**32), st.lists(clients, min_size=1, max_size=5), clocks_s)
+def test_a_client_is_a_pure_function_of_seed_and_number(seed: int, few: list[int], clock_s: float) -> None:
+    together, online = Fleet(seed=seed).speeds(np.array(few)), Fleet(seed=seed).is_online(clock_s)
+    for k, client in reversed(list(enumerate(few))):
+        alone = Fleet(seed=seed).speeds(np.array([client]))
+        assert alone.down_mbps[0] == together.down_mbps[k]
+        assert alone.up_mbps[0] == together.up_mbps[k]
+        assert alone.ms_per_sample[0] == together.ms_per_sample[k]
+        assert online(client) == Fleet(seed=seed).is_online(clock_s)(client)
+
+
+def test_noise_is_even_and_independent_across_seeds_and_purposes() -> None:
+    draws = [uniform(s, p, MANY) for s in (0, 1) for p in ("a", "b")] + [uniform(0, "a", MANY, 1)]
+    assert np.abs(np.corrcoef(draws) - np.eye(len(draws))).max() < 0.01
+    for draw in draws:
+        counts = np.histogram(draw, bins=100, range=(0, 1))[0]
+        assert np.abs(counts / len(MANY) * 100 - 1).max() < 0.1
+    z = normal(0, "a", MANY)
+    assert [np.mean(z**k) for k in (1, 2, 3, 4)] == pytest.approx([0, 1, 0, 3], abs=0.05)
+
+
+@pytest.mark.parametrize("hour", [0, 0.05, 1, 7, 20, 23.5, 31, 46.75, 103, 1000])
+def test_share_online_is_the_calibrated_curve(hour: float) -> None:
+    online = Diurnal(seed=3).online(MANY[:50_000], hour * HOUR_S)
+    assert online.mean() == pytest.approx(online_fraction(hour * HOUR_S), abs=0.01)
+
+
+def test_curve_starts_at_30_percent_and_then_follows_the_day() -> None:
+    later = [online_fraction(h * HOUR_S) for h in np.arange(24, 72, 0.25)]
+    assert online_fraction(0) == pytest.approx(0.30)
+    assert (min(later), max(later)) == pytest.approx((0.41, 0.67), abs=0.01)
+    assert later[:96] == pytest.approx(later[96:])
+
+
+def test_sessions_last_as_long_as_those_of_the_flash_phones() -> None:
+    """P(online k half hours later | online) where 8.1% are online, as measured over 723 phones."""
+    process, start = Diurnal(seed=5), np.full(100_000, 100)
+    few = process.latent(MANY[:100_000], start)
+    threshold = np.quantile(few, 0.0812)
+    online = MANY[:100_000][few < threshold]
+    for half_hours, measured in (
+        (1, 0.76),
+        (2, 0.64),
+        (4, 0.48),
+        (8, 0.32),
+        (24, 0.14),
+        (48, 0.30),
+        (96, 0.27),
+    ):
+        later = process.latent(online, start[: len(online)] + half_hours) < threshold
+        assert later.mean() == pytest.approx(measured, abs=0.04)
+
+
+def test_clients_do_not_change_all_at_once() -> None:
+    process, some = Diurnal(seed=0), MANY[:20_000]
+    changes = [
+        np.mean(process.online(some, 90_000.0 + t) != process.online(some, 90_060.0 + t))
+        for t in np.arange(0, SLOT_S, 60)
+    ]
+    assert min(changes) > 0 and max(changes) < 0.02
+
+
+@given(st.integers(0, 5), clients, clocks_s)
+@settings(deadline=None)
+def test_online_until_is_the_moment_it_goes(seed: int, client: int, clock_s: float) -> None:
+    fleet = Fleet(seed=seed)
+    until_s = fleet.online_until(client, clock_s)
+    if not fleet.is_online(clock_s)(client):
+        assert until_s == clock_s
+        return
+    assert until_s > clock_s
+    assert all(fleet.is_online(t)(client) for t in np.linspace(clock_s, min(until_s, 2e6) - 1e-3, 40) if t > clock_s)
+    assert until_s == math.inf or not fleet.is_online(until_s + 1e-3)(client)
+
+
+@given(st.sampled_from(sorted(AUTHORS)), clients, clocks_s, message_bytes, message_bytes, st.integers(0, 10_000))
+@settings(deadline=None)
+def test_trips_keep_their_laws(
+    network: str, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int
+) -> None:
+    fleet = Fleet(network, latency_s=0.05)
+    trip = fleet.trip(client, clock_s, down_bytes, up_bytes, samples)
+    assert min(trip.download_s, trip.upload_s) >= 0.05 and trip.compute_s >= 0
+    assert trip.arrival_s == trip.download_s + trip.compute_s + trip.upload_s
+    stays_s = fleet.online_until(client, clock_s) - clock_s
+    if trip.lost_s is None:
+        assert stays_s >= trip.arrival_s
+    else:
+        assert 0 <= trip.lost_s < trip.arrival_s
+        assert trip.lost_s == pytest.approx(stays_s)
+        assert trip.downloaded == (trip.lost_s >= trip.download_s)
+    longer = fleet.trip(client, clock_s, down_bytes * 2, up_bytes * 2, samples * 2)
+    assert longer.arrival_s >= trip.arrival_s
+    assert longer.lost_s is not None or trip.lost_s is None  # more work never saves a client
+
+
+def test_an_offline_client_is_lost_at_once_and_not_synchronised() -> None:
+    fleet = Fleet(seed=1)
+    off = next(c for c in range(100) if not fleet.is_online(0.0)(c))
+    trip = fleet.trip(off, 0.0, 10**6, 10**6, 200)
+    assert trip.lost_s == 0.0 and not trip.downloaded
+
+
+@given(clocks_s)
+def test_the_clock_only_goes_forward(clock_s: float) -> None:
+    assert Fleet().next_change_s(clock_s) > clock_s
+    assert Fleet(availability="always").next_change_s(clock_s) == clock_s  # waiting changes nothing
+
+
+def test_factors_scale_what_they_name() -> None:
+    plain, other = Fleet(availability="always"), bench.authors("edge")
+    a, b = (f.durations(np.arange(50), 10**6, 10**6, 200) for f in (plain, other))
+    assert [x / y for x, y in zip(b, a)] == [pytest.approx(r) for r in (1 / 0.8, 0.4, 1 / 1.2)]
+    costly = Fleet(model_cost=3.0).durations(np.arange(50), 10**6, 10**6, 200)[1]
+    assert costly == pytest.approx(3 * a[1])
+
+
+def test_uniform_network_is_the_same_for_all_or_drawn_between_bounds() -> None:
+    same = Fleet("uniform", "always", uniform_down_mbps=(8, 8), uniform_up_mbps=(4, 4))
+    assert same.trip(5, 0.0, 10**6, 10**6, 0).download_s == pytest.approx(1.0)
+    assert same.trip(6, 0.0, 10**6, 10**6, 0).upload_s == pytest.approx(2.0)
+    drawn = Fleet("uniform", uniform_down_mbps=(10, 30)).speeds(MANY).down_mbps
+    assert drawn.min() >= 10 and drawn.max() <= 30 and drawn.mean() == pytest.approx(20, rel=0.01)
+
+
+def test_a_million_clients_cost_nothing() -> None:
+    """Memory only; `gluefl bench fleet` measures the time."""
+    assert bench.memory_mb(1_000_000) < 50
+    assert bench.memory_mb(1_000_000) < bench.memory_mb(1_000) + 1
+
+
+def test_bench_prints_what_the_documentation_says() -> None:
+    result = bench.measure(rounds=40)
+    assert list(result) == ["networks", "scale"] and list(result["networks"]) == ["edge", "5g", "cloud"]
+    assert all(list(p) == ["download_s", "upload_s", "compute_s"] for p in result["networks"].values())
+    assert list(result["scale"]) == ["1000", "1000000"]
+    assert all(list(cost) == ["round_s", "memory_mb"] for cost in result["scale"].values())
+
+
+def test_all_wrong_options_are_told_at_once() -> None:
+    wrong = Fleet("6g", "file", down_factor=0, latency_s=-1, uniform_up_mbps=(5, 2))
+    with pytest.raises(UsageError) as caught:
+        wrong.check(100)
+    message = str(caught.value)
+    for part in ("6g", "edge, 5g, cloud", "availability_file", "down_factor", "latency_s", "uniform_up_mbps"):
+        assert part in message
+    with pytest.raises(UsageError, match="6g"):
+        wrong.trip(0, 0.0, 1, 1, 1)
+    Fleet().check(10**6)
+
+
+def test_both_fleets_answer_the_protocol() -> None:
+    devices: list[Devices] = [Instant(), Fleet()]
+    assert [d.timed for d in devices] == [False, True]

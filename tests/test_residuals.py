@@ -1,0 +1,148 @@
+"""The clients' memories: the same from RAM and from disk, after a crash and after compaction."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gluefl.errors import GlueFLError
+from gluefl.residuals import Residuals
+from stubs import dyadic
+
+SIZE = 25
+HALF = 1.01 * 2**-11  # half a unit in the last of eleven bits, and float32's own rounding
+
+
+def vector(client, version=0) -> torch.Tensor:
+    return dyadic(SIZE, client, version)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=40), st.integers(0, 5), st.booleans())
+def test_a_store_is_a_map_however_little_fits_into_memory(steps, in_memory, half) -> None:
+    store, plain = Residuals(SIZE, memory_bytes=in_memory * (8 + 4 * SIZE), half=half), {}
+    for version, (client, writes) in enumerate(steps):
+        if writes:
+            plain[client] = vector(client, version)
+            store[client] = plain[client]
+        found = store.get(client)
+        assert (found is None) == (client not in plain) == (client not in store)
+        if found is not None:
+            torch.testing.assert_close(found, plain[client], rtol=HALF if half else 0, atol=0)
+    assert len(store) == len(plain)
+
+
+def test_what_does_not_fit_is_on_disk_and_what_fits_is_not(tmp_path) -> None:
+    store = Residuals(SIZE, tmp_path / "new", memory_bytes=2 * (8 + 4 * SIZE))
+    store[1], store[2] = vector(1), vector(2)
+    assert not (tmp_path / "new").exists()
+    store[3] = vector(3)
+    (file,) = (tmp_path / "new").iterdir()
+    assert file.stat().st_size == store.record_bytes
+    store.get(2)  # used last: 3 is spilled before it
+    store[4] = vector(4)
+    assert file.stat().st_size == 2 * store.record_bytes
+    assert all(torch.equal(store.get(client), vector(client)) for client in (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("memory", [0, 10**6])
+def test_a_crash_loses_only_what_came_after_the_checkpoint(tmp_path, memory, half) -> None:
+    store = Residuals(SIZE, tmp_path, memory, half)
+    for client in range(5):
+        store[client] = vector(client)
+    before = [store.get(client) for client in range(5)]
+    saved = store.checkpoint()
+    for client in (1, 3, 7):
+        store[client] = vector(client, 1)
+    store.get(0)
+    with open(next(tmp_path.glob("*.bin")), "ab") as file:
+        file.write(b"half a record")
+    again = Residuals(SIZE, tmp_path, memory, half)
+    again.restore(saved)
+    assert len(again) == 5 and 7 not in again
+    assert next(tmp_path.glob("*.bin")).stat().st_size == saved["length"]
+    assert all(torch.equal(again.get(client), before[client]) for client in range(5))
+    again[1] = vector(1, 2)
+    later = again.checkpoint()
+    third = Residuals(SIZE, tmp_path, memory, half)
+    third.restore(later)
+    assert torch.equal(third.get(1), again.get(1)) and torch.equal(third.get(3), before[3])
+
+
+def test_a_crash_before_the_first_checkpoint_leaves_nothing(tmp_path) -> None:
+    lost = Residuals(SIZE, tmp_path, 0)
+    for client in (2, 3, 4):
+        lost[client] = vector(client)
+    again = Residuals(SIZE, tmp_path, 0)
+    assert 2 not in again
+    for client in (5, 6, 7):
+        again[client] = vector(client)
+    assert all(torch.equal(again.get(client), vector(client)) for client in (5, 6, 7))
+
+
+def test_a_checkpoint_appends_only_what_changed(tmp_path) -> None:
+    store = Residuals(SIZE, tmp_path)
+    for client in range(10):
+        store[client] = vector(client)
+    first = store.checkpoint()["length"]
+    store[4] = vector(4, 1)
+    assert store.checkpoint()["length"] == first + store.record_bytes
+    assert store.checkpoint()["length"] == first + store.record_bytes
+
+
+@pytest.mark.parametrize("memory", [0, 10**9])
+def test_garbage_is_compacted_and_a_crash_in_between_is_harmless(tmp_path, memory) -> None:
+    size = 50_000
+    store = Residuals(size, tmp_path, memory)
+    for version in range(12):
+        for client in range(2):
+            store[client] = dyadic(size, client, version)
+        saved = store.checkpoint()
+        if saved["generation"]:
+            break
+        old = saved
+        store.discard_old()
+    else:
+        pytest.fail("never compacted")
+    assert len(list(tmp_path.glob("*.bin"))) == 2  # the old file stays until a checkpoint names the new one
+    assert saved["length"] < old["length"]
+    kept = {path: path.read_bytes() for path in tmp_path.glob("*.bin")}
+    crashed = Residuals(size, tmp_path, memory)
+    crashed.restore(old)
+    assert all(torch.equal(crashed.get(c), dyadic(size, c, version - 1)) for c in range(2))
+    for path, data in kept.items():
+        path.write_bytes(data)
+    store.discard_old()
+    assert len(list(tmp_path.glob("*.bin"))) == 1
+    again = Residuals(size, tmp_path, memory)
+    again.restore(saved)
+    assert all(torch.equal(again.get(c), dyadic(size, c, version)) for c in range(2))
+
+
+def test_a_file_that_is_too_short_is_an_error_that_says_so(tmp_path) -> None:
+    store = Residuals(SIZE, tmp_path)
+    store[1] = vector(1)
+    saved = store.checkpoint()
+    path = next(tmp_path.glob("*.bin"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(GlueFLError, match="damaged or removed"):
+        Residuals(SIZE, tmp_path).restore(saved)
+    path.unlink()
+    with pytest.raises(GlueFLError, match="holds 0 bytes"):
+        Residuals(SIZE, tmp_path).restore(saved)
+
+
+@given(st.integers(-40, 30), st.integers(0, 99))
+def test_half_precision_errs_relatively_whatever_the_scale(exponent, seed) -> None:
+    store, original = Residuals(SIZE, half=True), dyadic(SIZE, seed) * 2.0**exponent
+    store[0] = original
+    found = store.get(0)
+    assert store.record_bytes < Residuals(SIZE).record_bytes
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, original, rtol=HALF, atol=0)  # no entry is below 2^−8 of the largest
+
+
+def test_half_precision_of_nothing_is_nothing() -> None:
+    store = Residuals(SIZE, half=True)
+    store[0] = torch.zeros(SIZE)
+    assert torch.equal(store.get(0), torch.zeros(SIZE))

@@ -1,0 +1,428 @@
+"""Whole runs: the same again, whatever order, encoding, interruption; and ends that are told apart."""
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform
+from gluefl import run as run_module
+from gluefl.engines.local import LocalEngine
+from gluefl.errors import DataError, GlueFLError, UsageError
+from gluefl.journal import mean_accuracy, reached_round, read
+from gluefl.layout import Layout
+from gluefl.randomness import stream
+from gluefl.server import Server
+from gluefl.training import LocalSGD
+from gluefl.training.loop import Loop
+from runs import KILLED_AT, ROUNDS, options, small_run
+from stubs import Blobs, mlp
+
+STRATEGIES = {
+    "fedavg": {"strategy": FedAvg(), "server": Server(0.7, 0.9)},
+    "stc": {"strategy": STC(compensation="plain", server_feedback=True), "sampler": Uniform(4)},
+    "apf": {
+        "strategy": APF(0.5, 2, 0.5, tighten_at=0.2),
+        "sampler": Uniform(4, "equal", 1.5),
+        "importance": "samples",
+    },
+    "gluefl": {},
+    "gluefl, half": {"options": options(residual_half=True)},
+    "gluefl, tensor": {"strategy": GlueFL(0.3, 0.1, None, "plain", "tensor"), "server": Server(1.0, 0.5)},
+}
+every_strategy = pytest.mark.parametrize("name", STRATEGIES)
+
+
+class Crash(Exception):
+    """What a test throws into a run."""
+
+
+def crash(line, state) -> None:
+    if line["round"] == KILLED_AT:
+        raise Crash
+
+
+def timeless(lines) -> list[dict]:
+    return [{key: value for key, value in line.items() if key != "wall_s"} for line in lines]
+
+
+def written(folder: Path) -> tuple:
+    """What a run left behind: its journal without the time it took, and the hash of its model."""
+    lines, damaged = read(folder / "journal.jsonl")
+    assert not damaged
+    summary = json.loads((folder / "summary.json").read_text())
+    return timeless(lines), summary, hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What every setting gives when nothing disturbs it, run once each."""
+    done: dict[str, tuple] = {}
+
+    def get(name: str) -> tuple:
+        if name not in done:
+            folder = tmp_path_factory.mktemp("undisturbed") / "run"
+            small_run(out=folder, **STRATEGIES[name])
+            done[name] = written(folder)
+        return done[name]
+
+    return get
+
+
+# --- the same again ---------------------------------------------------------------------------------------
+
+
+@every_strategy
+def test_the_same_seed_gives_the_same_run_on_disk_or_not(name, undisturbed) -> None:
+    lines, summary, _ = undisturbed(name)
+    again = small_run(**STRATEGIES[name])
+    assert timeless(again.journal) == lines and again.summary == summary
+    assert [line["round"] for line in lines] == list(range(1, ROUNDS + 1))
+    other = small_run(**STRATEGIES[name], seed=2)
+    assert [line["clients"] for line in other.journal] != [line["clients"] for line in lines]
+
+
+@dataclass(frozen=True)
+class Backwards:
+    """A trainer that takes the clients in another order, and writes down what they gave."""
+
+    inner: Loop
+    outcomes: list
+
+    def train(self, weights, statistics, jobs, *settings):
+        self.outcomes.append([])
+        for outcome in self.inner.train(weights, statistics, jobs[::-1], *settings):
+            self.outcomes[-1].append(outcome)
+            yield outcome
+
+
+@pytest.fixture
+def backwards(monkeypatch):
+    outcomes: list = []
+    monkeypatch.setattr(
+        run_module,
+        "choose",
+        lambda name, *parts: Backwards(Loop(*parts[:2], parts[2].transform, parts[3]), outcomes),
+    )
+    return outcomes
+
+
+@every_strategy
+def test_the_order_of_training_changes_nothing(name, undisturbed, backwards, tmp_path) -> None:
+    small_run(out=tmp_path / "run", **STRATEGIES[name])
+    assert written(tmp_path / "run") == undisturbed(name)
+    clients = [outcome.client for outcome in backwards[0]]
+    assert len(clients) > 1 and clients == sorted(clients, reverse=True)
+
+
+def test_batches_depend_on_seed_round_and_client_alone() -> None:
+    module = mlp()
+    layout, population = Layout.of(module), Blobs()
+
+    def deltas(seed, round, clients) -> dict[int, torch.Tensor]:
+        trainer = Loop(module, layout, population.transform, nn.functional.cross_entropy)
+        engine = LocalEngine(population, trainer, LocalSGD(steps=1, batch=4), seed)
+        return {o.client: o.delta for o in engine.train(*layout.flatten(mlp()), clients, round, None)}
+
+    first, same = deltas(1, 1, [3, 8]), deltas(1, 1, [8, 5, 3])
+    assert all(torch.equal(first[client], same[client]) for client in (3, 8))
+    assert not torch.equal(first[3], deltas(1, 2, [3])[3]) and not torch.equal(first[3], deltas(2, 1, [3])[3])
+
+
+@given(st.integers(1, 50), st.integers(1, 12), st.integers(1, 8), st.integers(0, 99))
+def test_batches_are_full_and_every_sample_comes_once_a_pass(samples, batch, steps, seed) -> None:
+    batches = LocalSGD(steps=steps, batch=batch).batches(stream(seed, "batches"), samples)
+    assert batches.shape == (steps, batch)
+    seen = batches.flatten().tolist()
+    for at in range(0, len(seen), samples):
+        one_pass = seen[at : at + samples]
+        assert len(set(one_pass)) == len(one_pass) and set(one_pass) <= set(range(samples))
+
+
+def test_statistics_are_the_plain_mean_of_the_used_clients(backwards) -> None:
+    seen = []
+    result = small_run(callbacks=[lambda line, state: seen.append(state.statistics) and False], rounds=5)
+    for outcomes, statistics in zip(backwards, seen, strict=True):
+        in_order = sorted(outcomes, key=lambda outcome: outcome.client)
+        assert torch.equal(statistics, torch.stack([outcome.statistics for outcome in in_order]).mean(0))
+    assert torch.equal(result.module[1].running_mean, seen[-1][:8])
+    assert not torch.equal(seen[0], seen[-1])
+
+
+@every_strategy
+def test_encoding_every_message_changes_nothing(name, undisturbed, tmp_path) -> None:
+    setting = STRATEGIES[name]
+    encode = replace(setting.get("options", options()), encode=True)
+    small_run(out=tmp_path / "run", **{**setting, "options": encode})
+    assert written(tmp_path / "run") == undisturbed(name)
+
+
+# --- killed and resumed -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gluefl", "gluefl, half"])
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+def test_a_killed_process_and_a_resumed_one_give_the_same_run(name, number, undisturbed, tmp_path) -> None:
+    folder, half = tmp_path / "run", "half" if "half" in name else "float"
+    script = Path(__file__).parent / "runs.py"
+    child = subprocess.run([sys.executable, script, folder, number, half], capture_output=True, text=True)
+    lines, _ = read(folder / "journal.jsonl")
+    assert len(lines) == KILLED_AT and not (folder / "summary.json").exists()
+    saved = json.loads((folder / "checkpoint" / "state.json").read_text())
+    if number == "SIGKILL":
+        assert child.returncode == -signal.SIGKILL and saved["round"] == 6
+    else:
+        assert child.returncode == 1 and saved["round"] == KILLED_AT
+        assert f"interrupted after round {KILLED_AT} of {ROUNDS}" in child.stderr and "--resume" in child.stderr
+    assert saved["residuals"]["length"] > 0  # they are on disk, not in the state
+    small_run(out=folder, resume=True, **STRATEGIES[name])
+    assert written(folder) == undisturbed(name)
+
+
+@every_strategy
+@pytest.mark.parametrize("encode", [False, True])
+def test_a_crashed_run_and_a_resumed_one_give_the_same_run(name, encode, undisturbed, tmp_path) -> None:
+    setting = STRATEGIES[name]
+    setting = {**setting, "options": replace(setting.get("options", options()), encode=encode)}
+    with pytest.raises(Crash):
+        small_run(out=tmp_path / "run", callbacks=[crash], **setting)
+    small_run(out=tmp_path / "run", resume=True, **setting)
+    assert written(tmp_path / "run") == undisturbed(name)
+
+
+def test_a_crash_before_the_first_checkpoint_starts_again(undisturbed, tmp_path) -> None:
+    late = options(checkpoint_every=100)
+    with pytest.raises(Crash):
+        small_run(out=tmp_path / "run", callbacks=[crash], options=late)
+    small_run(out=tmp_path / "run", resume=True, options=late)
+    assert written(tmp_path / "run") == undisturbed("gluefl")
+
+
+@pytest.mark.parametrize("tail", ['{"round": 8, "inv', '{"round": 8}', "\0\0\0", '{"round": 99}\n'])
+def test_a_half_written_line_is_tolerated(tail, undisturbed, tmp_path) -> None:
+    with pytest.raises(Crash):
+        small_run(out=tmp_path / "run", callbacks=[crash])
+    with open(tmp_path / "run" / "journal.jsonl", "a") as file:
+        file.write(tail)
+    assert read(tmp_path / "run" / "journal.jsonl")[1]
+    small_run(out=tmp_path / "run", resume=True)
+    assert written(tmp_path / "run") == undisturbed("gluefl")
+
+
+def test_a_journal_that_lacks_rounds_of_the_checkpoint_is_an_error(tmp_path) -> None:
+    with pytest.raises(Crash):
+        small_run(out=tmp_path / "run", callbacks=[crash])
+    journal = tmp_path / "run" / "journal.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:4]))
+    with pytest.raises(GlueFLError, match="4 whole lines, the checkpoint is of round 6"):
+        small_run(out=tmp_path / "run", resume=True)
+
+
+def test_resuming_what_is_done_plays_no_round(undisturbed, tmp_path) -> None:
+    small_run(out=tmp_path / "run")
+    rounds = []
+    result = small_run(out=tmp_path / "run", resume=True, callbacks=[lambda line, state: rounds.append(line)])
+    assert not rounds and len(result.journal) == ROUNDS
+    assert written(tmp_path / "run") == undisturbed("gluefl")
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 2},
+        {"strategy": GlueFL(0.3)},
+        {"sampler": Uniform(4)},
+        {"training": LocalSGD(steps=3)},
+        {"server": Server(0.5)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_configuration_is_not_resumed(change, tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=3)
+    before = snapshot(tmp_path)
+    with pytest.raises(UsageError, match="another configuration"):
+        small_run(out=tmp_path / "run", resume=True, **change)
+    assert snapshot(tmp_path) == before
+
+
+def test_another_model_is_not_resumed(tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=3)
+    with pytest.raises(GlueFLError, match="180 weights, the model of this configuration has 164"):
+        small_run(out=tmp_path / "run", resume=True, model=mlp())
+
+
+@pytest.mark.parametrize("damage", ["cut", "nonsense", "no tensors", "no residuals"])
+def test_a_damaged_checkpoint_is_an_error_that_says_so(damage, tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=3)
+    folder = tmp_path / "run" / "checkpoint"
+    state, (tensors,), (residuals,) = (
+        folder / "state.json",
+        folder.glob("*.safetensors"),
+        folder.glob("residuals-*"),
+    )
+    if damage == "cut":
+        state.write_text(state.read_text()[:50])
+    elif damage == "nonsense":
+        state.write_text('{"version": 1, "tensors": 3}')
+    else:
+        {"no tensors": tensors, "no residuals": residuals}[damage].unlink()
+    with pytest.raises(GlueFLError, match="damaged"):
+        small_run(out=tmp_path / "run", resume=True)
+
+
+# --- what is refused leaves nothing behind ----------------------------------------------------------------
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=1)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("hello")
+    before = snapshot(tmp_path)
+    for name, says in (("run", "holds a run already"), ("mine", "is not empty")):
+        with pytest.raises(UsageError, match=says):
+            small_run(out=tmp_path / name)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"sampler": Sticky(4, 12, 4)}, "C = 4 must lie"),
+        ({"sampler": Uniform(41)}, "population of 40"),
+        ({"model": nn.ReLU()}, "no trainable parameter"),
+        ({"options": options(device="cuda:99")}, "device 'cuda:99' cannot be used"),
+        ({"options": options(trainer="magic")}, "training.trainer = 'magic' is unknown"),
+        ({"initial_weights": Path("nowhere.safetensors")}, "nowhere.safetensors does not fit this model"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(change, says, tmp_path) -> None:
+    with pytest.raises(UsageError, match=says):
+        small_run(out=tmp_path / "run", **change)
+    assert not (tmp_path / "run").exists()
+
+
+class Broken(nn.Module):
+    """Returns NaN from some step on."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.inner, self.after = mlp(), after
+
+    def forward(self, inputs):
+        self.after -= 1
+        return self.inner(inputs) * (1.0 if self.after >= 0 else float("nan"))
+
+
+@every_strategy
+@pytest.mark.parametrize("after", [0, 7, 9])
+def test_a_model_that_returns_nan_is_an_error_and_is_not_published(name, after, tmp_path) -> None:
+    with pytest.raises(GlueFLError, match="diverged") as error:
+        small_run(out=tmp_path / "run", model=Broken(after), **STRATEGIES[name])
+    assert error.value.exit_code == 1 and not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_client_without_samples_is_an_error_that_names_it() -> None:
+    with pytest.raises(DataError, match="client 3 has no samples"):
+        small_run(population=Blobs(empty=3), sampler=Uniform(40))
+
+
+# --- ends -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_stops_at_its_target_and_counts_to_it() -> None:
+    whole = small_run(evaluate_every=2, average=2)
+    accuracies = {line["round"]: line["accuracy"] for line in whole.journal if line["accuracy"] is not None}
+    assert sorted(accuracies) == list(range(2, ROUNDS + 1, 2))
+    target = (accuracies[10] + accuracies[12]) / 2
+    reached = next(r for r in accuracies if r > 2 and (accuracies[r] + accuracies[r - 2]) / 2 >= target)
+    assert whole.summary["reached_round"] is None and whole.summary["rounds"] == ROUNDS
+    stopped = small_run(evaluate_every=2, average=2, target=target)
+    assert stopped.summary["rounds"] == stopped.summary["reached_round"] == reached
+    assert timeless(stopped.journal) == timeless(whole.journal[:reached])
+    on = small_run(evaluate_every=2, average=2, target=target, stop_at_target=False)
+    assert on.summary["rounds"] == ROUNDS and on.summary["reached_round"] == reached
+    for key in ("down_bytes", "up_bytes", "total_bytes", "mean_download_share", "accuracy"):
+        assert on.summary[key] == stopped.summary[key]
+    assert on.summary["down_bytes"] == sum(line["down_bytes"] for line in whole.journal[:reached])
+
+
+def test_a_target_is_compared_with_the_mean_of_enough_evaluations() -> None:
+    accuracies = [None, 0.9, None, 0.2, 0.5, 0.5, 0.8, None, 0.1]
+    lines = [{"round": r, "accuracy": accuracy} for r, accuracy in enumerate(accuracies, 1)]
+    assert reached_round(lines, 0.9, average=1) == 2
+    assert reached_round(lines, 0.6, average=3) == 7  # (0.5 + 0.5 + 0.8) / 3; one good evaluation is not enough
+    assert reached_round(lines, 0.7, average=3) is None and reached_round(lines, None, average=1) is None
+    assert mean_accuracy(lines, 2) == pytest.approx(0.45) and mean_accuracy(lines[:1], 2) is None
+
+
+def test_a_callback_stops_the_run_and_all_callbacks_see_every_round(tmp_path) -> None:
+    seen = []
+    stop = lambda line, state: line["round"] == 4
+    result = small_run(callbacks=[stop, lambda line, state: seen.append(state.round)], out=tmp_path / "run")
+    assert seen == [1, 2, 3, 4] and result.summary["rounds"] == 4
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_the_result_is_the_saved_model_and_a_run_can_start_from_it(tmp_path) -> None:
+    model = mlp(norm=True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = small_run(model=model, out=tmp_path / "run", rounds=4)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())  # a copy was trained
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    assert saved.keys() == before.keys() and not result.module.training
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in result.module.state_dict().items())
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in saved.items())
+    still = {"rounds": 1, "strategy": FedAvg(), "training": LocalSGD(steps=1, lr=0.0)}
+    again = small_run(initial_weights=tmp_path / "run" / "model.safetensors", **still)
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in again.module.named_parameters())
+
+
+def test_training_learns() -> None:
+    result = small_run(rounds=60, strategy=FedAvg(), training=LocalSGD(steps=5, lr=0.05))
+    assert result.summary["accuracy"] > 0.8
+
+
+def test_a_journal_line_has_what_the_design_promises() -> None:
+    promised = [
+        "round",
+        "invited",
+        "used",
+        "lost",
+        "down_bytes",
+        "up_bytes",
+        "wasted_up_bytes_estimate",
+        "authors_down_bytes",
+        "authors_up_bytes",
+        "download_s",
+        "compute_s",
+        "upload_s",
+        "round_s",
+        "clock_s",
+        "loss",
+        "accuracy",
+        "update_density",
+        "staleness_mean",
+        "wall_s",
+    ]
+    result = small_run(rounds=5)
+    for line in result.journal:
+        assert set(promised) <= line.keys()
+        assert all(line[key] is None for key in ("download_s", "compute_s", "upload_s", "round_s", "clock_s"))
+        assert line["invited"] == line["used"] == 4 and line["lost"] == 0
+        assert line["down_bytes"] == sum(line["clients"]["down_bytes"]) > 0 and line["up_bytes"] > 0
+    assert [line["accuracy"] is None for line in result.journal] == [True] * 4 + [False]
+    assert json.loads(json.dumps(result.journal)) == result.journal

@@ -1,0 +1,135 @@
+"""Top-k: exactly k, exactly those a plain sort would choose, ties included, on every device."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gluefl.errors import GlueFLError
+from gluefl.selection import Sparse, count, counts, positions_of, tie_break, top
+from stubs import twin
+
+few_values = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, 1e-40, -1e-40])  # massive ties, signed zeros, denormals
+any_values = st.floats(width=32, allow_nan=False, allow_infinity=False)
+vectors = st.one_of(st.lists(few_values, max_size=60), st.lists(any_values, max_size=60))
+
+
+def as_vector(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+@given(vectors, st.integers(-1, 70), st.integers(1, 10**6))
+def test_top_is_what_a_sort_would_choose(values, k, round) -> None:
+    vector = as_vector(values)
+    mask = top(vector, [k], [len(values)], round)
+    assert np.array_equal(mask.numpy(), twin.top(vector.numpy(), k, round))
+    assert int(mask.sum()) == max(0, min(k, len(values)))
+
+
+@given(vectors, st.integers(0, 70), st.integers(1, 50), st.randoms(use_true_random=False))
+def test_only_eligible_positions_are_chosen(values, k, round, random) -> None:
+    vector = as_vector(values)
+    among = torch.tensor([random.random() < 0.5 for _ in values], dtype=torch.bool)
+    mask = top(vector, [k], [len(values)], round, among)
+    assert np.array_equal(mask.numpy(), twin.top(vector.numpy(), k, round, among.numpy()))
+    assert int(mask.sum()) == min(k, int(among.sum()))
+
+
+@given(
+    st.lists(st.tuples(st.lists(few_values, max_size=20), st.integers(0, 20)), min_size=1, max_size=5),
+    st.integers(1, 9),
+)
+def test_segments_are_chosen_each_by_itself(segments, round) -> None:
+    sizes, keep = [len(values) for values, _ in segments], [k for _, k in segments]
+    vector = as_vector([value for values, _ in segments for value in values])
+    expected, start = [], 0
+    for size, k in zip(sizes, keep):
+        inside = np.zeros(len(vector), bool)
+        inside[start : start + size] = True
+        expected.append(twin.top(vector.numpy(), k, round, inside))
+        start += size
+    assert np.array_equal(top(vector, keep, sizes, round).numpy(), np.logical_or.reduce(expected))
+
+
+@settings(max_examples=15)
+@given(st.integers(16385, 60000), st.floats(0, 1), st.integers(0, 2), st.integers(0, 10**6))
+def test_a_large_vector_is_chosen_like_a_small_one(size, share, kind, seed) -> None:
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(size).astype(np.float32)
+    if kind == 1:
+        values = np.round(values)  # a handful of magnitudes
+    if kind == 2:
+        values[: size // 2] = 0
+        values = np.sort(values)  # an order that misleads a sample
+    k = int(share * size)
+    hashed = tie_break(torch.arange(size), seed + 1).numpy()
+    expected = np.zeros(size, bool)
+    expected[np.lexsort((hashed, -np.abs(values)))[:k]] = True
+    assert np.array_equal(top(torch.from_numpy(values), [k], [size], seed + 1).numpy(), expected)
+
+
+def test_a_sample_that_misleads_does_not_matter() -> None:
+    size = 65536  # every fourth entry is looked at: hide all that is large from it, or show nothing else
+    for shown in (0.0, 1.0):
+        values = torch.full((size,), 1 - shown)
+        values[::4] = shown
+        values += torch.arange(size) / 2**20
+        mask = top(values, [1000], [size], 1)
+        assert torch.equal(positions_of(mask), values.topk(1000).indices.sort().values)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused(bad) -> None:
+    with pytest.raises(GlueFLError, match="1 of 3 values"):
+        top(torch.tensor([1.0, bad, 2.0]), [2], [3], 1)
+
+
+@given(st.integers(0, 1000), st.integers(0, 10**7))
+def test_counts_are_those_of_the_decimal_that_was_written(thousandths, size) -> None:
+    assert count(thousandths / 1000, size) == thousandths * size // 1000
+
+
+def test_counts_at_their_edges() -> None:
+    assert count(0.2, 10) == 2 and count(0.29, 100) == 29 and count(1e-05, 100_000) == 1 and count(1.0, 7) == 7
+    assert counts(0.1, [5, 10, 25]) == (0, 1, 2) and counts(0.1, [5, 10, 25], at_least=1) == (1, 1, 2)
+
+
+@given(st.integers(1, 2**31), st.integers(0, 2**32 - 2000))
+def test_the_tie_break_is_the_twins_and_never_ties_itself(round, start) -> None:
+    hashed = tie_break(torch.arange(start, start + 2000), round)
+    assert hashed.unique().numel() == 2000 and int(hashed.min()) >= 0
+    assert hashed[:20].tolist() == [twin.tie(j, round) for j in range(start, start + 20)]
+
+
+def test_ties_are_spread_over_the_vector_and_move_with_the_round() -> None:
+    masks = [top(torch.ones(10_000), [2000], [10_000], round) for round in (1, 2)]
+    for mask in masks:
+        assert 850 < int(mask[:5000].sum()) < 1150  # a fair half, not the first layers
+    assert 250 < int((masks[0] & masks[1]).sum()) < 550  # 400 by chance
+
+
+@given(vectors, st.randoms(use_true_random=False), st.sampled_from([1.0, 0.5, -2.0]))
+def test_sparse_holds_what_the_mask_covers(values, random, weight) -> None:
+    vector = as_vector(values)
+    mask = torch.tensor([random.random() < 0.5 for _ in values], dtype=torch.bool)
+    sparse = Sparse.where(mask, vector)
+    assert torch.equal(sparse.mask(), mask)
+    assert torch.equal(sparse.dense(), torch.where(mask, vector, 0.0))
+    ones = torch.ones(len(values))
+    assert sparse.add_to(ones, weight) is ones
+    assert torch.equal(ones, torch.where(mask, 1 + weight * vector, 1.0))
+    assert torch.equal(Sparse.full(vector).dense(), vector) and not Sparse.empty(len(values)).mask().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rounded", [False, True])
+def test_cpu_and_gpu_choose_the_same(rounded) -> None:
+    values = torch.from_numpy(np.random.default_rng(3).standard_normal(100_003).astype(np.float32))
+    values = (values * 4).round() if rounded else values
+    among = torch.arange(100_003) % 3 > 0
+    for keep, sizes in (([20_001], [100_003]), ([10, 60_000], [3, 100_000])):
+        here = top(values, keep, sizes, 7, among)
+        there = top(values.cuda(), keep, sizes, 7, among.cuda())
+        assert torch.equal(here, there.cpu())
+        assert torch.equal(positions_of(here), positions_of(there).cpu())

@@ -1,0 +1,342 @@
+"""Bytes: what is decoded is what was encoded, measured is encoded, and anything else is one kind of error."""
+
+import os
+import struct
+import tracemalloc
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gluefl import wire
+from gluefl.errors import WireError
+from gluefl.selection import Sparse
+from gluefl.wire import positions
+from gluefl.wire.messages import ABSOLUTE, BESIDE_MASK, HEADER, KNOWN, SECTION
+
+GOLDEN = Path(__file__).parent / "golden"
+RUN, LAYOUT = b"runrunru", b"layoutla"
+
+
+def mask_of(size, share, seed) -> torch.Tensor:
+    """A mask with exactly ⌊share·size⌋ positions."""
+    return torch.from_numpy(np.random.default_rng(seed).permutation(size) < int(share * size))
+
+
+masks = st.builds(
+    mask_of,
+    st.integers(0, 3000),
+    st.sampled_from([0, 0.005, 0.1, 0.2, 0.5, 0.9, 0.997, 1]),
+    st.integers(0, 99),
+)
+
+
+@st.composite
+def bodies(draw) -> wire.Body:
+    """Any relation of positions and mask: apart, equal, inside, around, crossing; both empty or full."""
+    size, seed = draw(st.integers(1, 2000)), draw(st.integers(0, 99))
+    shares = st.sampled_from([0, 0.01, 0.16, 0.5, 1])
+    shared = mask_of(size, draw(shares), seed)
+    chosen = mask_of(size, draw(shares), seed + 1)
+    chosen = draw(st.sampled_from([chosen, chosen | shared, chosen & shared, shared]))
+    return body_of(chosen, shared, draw(st.integers(0, 5)), draw(st.booleans()), seed)
+
+
+def body_of(chosen, shared, statistics=2, sends_mask=True, seed=0) -> wire.Body:
+    rng = np.random.default_rng(seed)
+    bits = torch.from_numpy(rng.integers(0, 2**32, chosen.numel(), dtype=np.uint32).view(np.float32))  # NaN included
+    extra = torch.from_numpy(rng.standard_normal(statistics).astype(np.float32))
+    return wire.Body(Sparse.where(chosen, bits), extra, wire.Shared(shared), sends_mask)
+
+
+def header_of(body, **fields) -> wire.Header:
+    kind = wire.PACKAGE if body.sends_mask else wire.UPLOAD
+    return wire.Header(kind, RUN, LAYOUT, **{"round": 3, "base": 1, "version": 2, **fields})
+
+
+def encoded(body, **fields) -> bytes:
+    return wire.encode(header_of(body, **fields), wire.encode_body(body), body.update.size, body.statistics.numel())
+
+
+def expected(body) -> wire.Expected:
+    kind = wire.PACKAGE if body.sends_mask else wire.UPLOAD
+    shared = None if body.sends_mask else body.shared
+    return wire.Expected(RUN, LAYOUT, body.update.size, body.statistics.numel(), kind, shared)
+
+
+def assert_same(found: wire.Body, body: wire.Body) -> None:
+    assert torch.equal(found.update.positions, body.update.positions)
+    assert torch.equal(found.update.values.view(torch.int32), body.update.values.view(torch.int32))
+    assert torch.equal(found.statistics, body.statistics)
+    assert torch.equal(found.shared.mask, body.shared.mask)
+    assert (found.update.size, found.sends_mask) == (body.update.size, body.sends_mask)
+
+
+def signed(header: tuple, body: bytes) -> bytes:
+    """A message with these header fields and this body, and checksums that are right."""
+    fields = HEADER.pack(*header[:-2], len(body), zlib.crc32(body))
+    return fields + struct.pack("<I", zlib.crc32(fields)) + body
+
+
+def with_body(data: bytes, body: bytes) -> bytes:
+    return signed(HEADER.unpack(data[: HEADER.size]), body)
+
+
+# --- laws -------------------------------------------------------------------------------------------------
+
+
+@given(masks)
+def test_unpacking_gives_back_the_mask(mask) -> None:
+    packed = wire.pack(mask)
+    assert torch.equal(wire.unpack(packed, mask.numel()), mask) and packed.count == int(mask.sum())
+    assert len(packed.data) <= -(-mask.numel() // 8)  # a bitmap is never beaten by something longer
+
+
+def test_every_codec_is_used_where_it_is_smallest() -> None:
+    shapes = [(100, 0), (100, 1), (20, 0.5), (50_000, 0.2), (50_000, 0.001), (50_000, 0.999)]
+    assert [wire.pack(mask_of(*shape, 0)).codec for shape in shapes] == list(range(len(positions.CODECS)))
+
+
+@given(
+    bodies(),
+    st.integers(0, 2**32 - 1),
+    st.one_of(st.none(), st.integers(0, 2**32 - 2)),
+    st.booleans(),
+    st.floats(allow_nan=False),
+)
+def test_decoding_gives_back_the_message(body, round, base, accepted, weight) -> None:
+    header = header_of(
+        body, round=round, base=base, version=5, base_hash=b"basebase", hash=b"hashhash", weight=weight,
+        loss=-weight, samples=200, accepted=accepted,
+    )  # fmt: skip
+    data = wire.encode(header, wire.encode_body(body), body.update.size, body.statistics.numel())
+    found_header, found = wire.decode(data, expected(body))
+    assert found_header == header
+    assert_same(found, body)
+    assert wire.measure(body) == len(data) <= expected(body).longest
+
+
+@given(bodies())
+def test_positions_inside_the_mask_cost_nothing(body) -> None:
+    relation, packed = body.positions
+    inside = bool((body.shared.mask & ~body.update.mask()).any())
+    if relation == BESIDE_MASK:
+        assert not inside and packed.count == body.update.positions.numel() - int(body.shared.mask.sum())
+    else:
+        assert relation == ABSOLUTE and packed.count == body.update.positions.numel()
+        assert inside or not body.shared.mask.any() or body.update.density == 1
+
+
+def test_a_hash_tells_any_bit_apart() -> None:
+    weights, statistics = torch.arange(5.0), torch.arange(3.0)
+    same = wire.replica_hash(weights, statistics)
+    assert same == wire.replica_hash(weights.clone(), statistics.clone()) and len(same) == 8
+    assert same != wire.replica_hash(weights, statistics + 2**-20)
+    assert wire.replica_hash(torch.tensor([0.0]), statistics) != wire.replica_hash(torch.tensor([-0.0]), statistics)
+
+
+# --- damaged, foreign and hostile messages ----------------------------------------------------------------
+
+SMALL = body_of(mask_of(40, 0.3, 1) | mask_of(40, 0.1, 2), mask_of(40, 0.1, 2))
+SMALL_UPLOAD = replace(SMALL, sends_mask=False)
+SPARSE = body_of(mask_of(4000, 0.003, 1), mask_of(4000, 0.2, 2), statistics=0)
+
+
+@pytest.mark.parametrize("body", [SMALL, SMALL_UPLOAD, SPARSE], ids=["package", "upload", "zstd"])
+def test_every_cut_and_every_flipped_byte_is_noticed(body) -> None:
+    data = encoded(body)
+    for at in range(len(data)):
+        for flip in (1, 0x80, 0xFF):
+            with pytest.raises(WireError):
+                wire.decode(data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :], expected(body))
+        with pytest.raises(WireError):
+            wire.decode(data[:at], expected(body))
+    with pytest.raises(WireError):
+        wire.decode(data + b"\0", expected(body))
+    with pytest.raises(WireError):
+        wire.decode(bytes(expected(body).longest + 1), expected(body))
+
+
+@pytest.mark.parametrize("body", [SMALL, SMALL_UPLOAD, SPARSE], ids=["package", "upload", "zstd"])
+def test_damage_with_right_checksums_is_refused_or_a_message(body) -> None:
+    data = encoded(body)
+    inside, refused = data[wire.HEADER_BYTES :], 0
+    variants = [inside[:at] + bytes([new]) + inside[at + 1 :] for at in range(len(inside)) for new in (0, 1, 5, 0xFF)]
+    variants += [inside[:at] for at in range(len(inside))] + [inside + b"\0"]
+    for variant in variants:
+        try:
+            _, found = wire.decode(with_body(data, variant), expected(body))
+            assert (
+                found.update.positions.numel() == found.update.values.numel() and found.update.size == body.update.size
+            )
+        except WireError:
+            refused += 1
+    assert refused > len(inside)  # at least every cut
+
+
+@given(st.binary(max_size=200))
+def test_garbage_with_right_checksums_is_refused(garbage) -> None:
+    for body in (SMALL, SMALL_UPLOAD):
+        with pytest.raises(WireError):
+            wire.decode(with_body(encoded(body), garbage), expected(body))
+    with pytest.raises(WireError):
+        wire.decode(garbage, expected(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"run": b"otherrun"}, "run is"),
+        ({"layout": b"otherlay"}, "layout is"),
+        ({"size": 41}, "vector size is 40, 41 was expected"),
+        ({"statistics": 3}, "statistics is 2, 3 was expected"),
+        ({"kind": wire.UPLOAD}, "kind is 1, 2 was expected"),
+    ],
+)
+def test_a_foreign_message_is_refused(change, says) -> None:
+    with pytest.raises(WireError, match=says):
+        wire.decode(encoded(SMALL), replace(expected(SMALL), **change))
+
+
+@pytest.mark.parametrize(("place", "value", "says"), [(1, 2, "format"), (3, 1, "precision"), (9, 2, "flags")])
+def test_what_this_build_does_not_know_is_refused(place, value, says) -> None:
+    data = encoded(SMALL)
+    header = list(HEADER.unpack(data[: HEADER.size]))
+    header[place] = value
+    with pytest.raises(WireError, match=says):
+        wire.decode(signed(tuple(header), data[wire.HEADER_BYTES :]), expected(SMALL))
+
+
+def sections(*parts) -> bytes:
+    return b"".join(SECTION.pack(codec, relation, 0, count, len(data)) + data for codec, relation, count, data in parts)
+
+
+NO_MASK = (positions.NOTHING, ABSOLUTE, 0, b"")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (sections((positions.EVERYTHING, ABSOLUTE, 39, b""), NO_MASK), "39 positions were announced, 40"),
+        (sections((positions.NOTHING, ABSOLUTE, 1, b""), NO_MASK), "1 positions were announced, 0"),
+        (sections((positions.NOTHING, ABSOLUTE, 0, b"x"), NO_MASK), "carries no data"),
+        (sections((positions.BITMAP, ABSOLUTE, 41, b"\xff" * 6), NO_MASK), "41 positions are announced"),
+        (sections((positions.BITMAP, ABSOLUTE, 8, b"\xff"), NO_MASK), "has 5 bytes, 1 were found"),
+        (sections((6, ABSOLUTE, 1, b""), NO_MASK), "codec 6"),
+        (sections((0, KNOWN, 0, b""), NO_MASK), "carries the shared mask"),
+        (sections(NO_MASK, (0, KNOWN, 0, b"")), "relation 2"),
+        (
+            sections(NO_MASK, NO_MASK, (0, 0, 1, bytes(4)), (0, 0, 2, bytes(8))),
+            "1 values in 4 bytes were found, 0",
+        ),
+        (
+            sections(NO_MASK, NO_MASK, (0, 0, 0, b""), (0, 0, 3, bytes(12))),
+            "3 statistics in 12 bytes were found, 2",
+        ),
+        (sections(NO_MASK, NO_MASK, (0, 0, 0, b""), (0, 0, 2, bytes(8))) + b"x", "1 bytes follow"),
+        (SECTION.pack(0, ABSOLUTE, 0, 0, 2**63), "is cut off"),
+        (SECTION.pack(0, ABSOLUTE, 9, 0, 0), "reserved"),
+    ],
+)
+def test_malformed_sections_are_refused(body, says) -> None:
+    with pytest.raises(WireError, match=says):
+        wire.decode(with_body(encoded(SMALL), body), expected(SMALL))
+
+
+def test_an_upload_cannot_bring_a_mask_of_its_own() -> None:
+    with pytest.raises(WireError, match="carries none of its own"):
+        wire.decode(with_body(encoded(SMALL_UPLOAD), wire.encode_body(SMALL)), expected(SMALL_UPLOAD))
+
+
+def compressed(data: bytes, **options) -> bytes:
+    return zstandard.ZstdCompressor(**options).compress(data)
+
+
+def bombs():
+    large = bytes(2**24)
+    honest = compressed(large)
+    size = honest.index(struct.pack("<I", len(large)))  # where a frame of this length declares it
+    yield "declares much", honest
+    yield "declares nothing", compressed(large, write_content_size=False)
+    for limit in (5000 // 8, 5 * 10):
+        yield "lies", honest[:size] + struct.pack("<I", limit) + honest[size + 4 :]
+    yield "declares much, holds nothing", honest[: size + 4]
+
+
+@pytest.mark.parametrize(("name", "bomb"), list(bombs()))
+def test_a_bomb_is_refused_before_it_goes_off(name, bomb) -> None:
+    for codec, count in (
+        (positions.BITMAP_ZSTD, 10),
+        (positions.GAPS_ZSTD, 10),
+        (positions.ABSENT_GAPS_ZSTD, 4990),
+    ):
+        tracemalloc.start()
+        try:
+            with pytest.raises(WireError):
+                wire.unpack(wire.Packed(codec, count, bomb), 5000)
+            assert tracemalloc.get_traced_memory()[1] < 200_000, name
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("gaps", "count"),
+    [
+        (b"\x00\x80", 1),  # the last varint has no end
+        (b"\x80\x80\x80\x80\x80\x00", 1),  # six bytes
+        (b"\xff\xff\xff\xff\x7f", 1),  # far outside
+        (b"\x63\x00", 2),  # 99, then 100 of 100
+        (b"\x00\x00\x00", 2),  # one too many
+        (b"", 1),
+    ],
+)
+def test_malformed_gaps_are_refused(gaps, count) -> None:
+    with pytest.raises(WireError):
+        wire.unpack(wire.Packed(positions.GAPS_ZSTD, count, compressed(gaps)), 100)
+
+
+def test_bits_beyond_the_end_of_a_bitmap_are_refused() -> None:
+    assert wire.unpack(wire.Packed(positions.BITMAP, 1, b"\x00\x08"), 12).nonzero().tolist() == [[11]]
+    with pytest.raises(WireError, match="padding"):
+        wire.unpack(wire.Packed(positions.BITMAP, 1, b"\x00\x18"), 12)
+
+
+# --- golden files: the format is a promise ----------------------------------------------------------------
+
+
+def example(step, mask_step, size=40, sends_mask=True) -> wire.Body:
+    """Every `step`-th position and a mask of every `mask_step`-th; no generator that may change."""
+    at = torch.arange(size)
+    update = Sparse.where(at % step == 1 % step, (at - 20) / 8)
+    return wire.Body(update, torch.tensor([0.5, -3.0]), wire.Shared(at % mask_step == 1), sends_mask)
+
+
+HASHES = {"base_hash": b"basebase", "hash": b"hashhash"}
+EXAMPLES = {
+    "package-whole": (example(1, 9), {"base": None}),
+    "package-beside-mask": (example(3, 9), {"weight": 0.125, "accepted": False, **HASHES}),
+    "package-crossing-mask": (example(3, 10), {"round": 2**31, "version": 2**32 - 2}),
+    "upload-beside-mask": (example(3, 9, sends_mask=False), {"weight": 0.125, "loss": 1.5, "samples": 200}),
+    "upload-no-mask": (example(7, 10**6, sends_mask=False), {"loss": 0.25}),
+    "package-zstd": (example(100, 5, size=4000), {}),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_golden_files(name) -> None:
+    body, fields = EXAMPLES[name]
+    path = GOLDEN / f"{name}.bin"
+    if "GLUEFL_WRITE_GOLDEN" in os.environ:
+        GOLDEN.mkdir(exist_ok=True)
+        path.write_bytes(encoded(body, **fields))
+    header, found = wire.decode(path.read_bytes(), expected(body))
+    assert header == header_of(body, **fields)
+    assert_same(found, body)
+    if "zstd" not in name:  # what zstd writes may change with its version, what it means does not
+        assert encoded(body, **fields) == path.read_bytes()
