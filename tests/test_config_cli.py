@@ -81,6 +81,7 @@ def test_all_errors_come_at_once() -> None:
         ({"training": {"lr": float("nan")}}, "finite"),
         ({"population": 3}, "population"),
         ({"sampling": {"name": "uniform", "sticky_size": 30}}, "remove them"),
+        ({"fleet": {"deadline_s": 3.0}}, "deadline_s would mean nothing"),
         ({"qqqqqq": 1}, "known: "),
     ],
 )
@@ -131,7 +132,10 @@ def raw_configurations(draw) -> dict:
                     "population": some({"name": st.just("arrays"), "path": st.text(), "clients": st.integers(1, 99)}),
                     "training": some({"lr": st.floats(1e-12, 1e12), "weight_decay": st.just(5e-05)}),
                     "sampling": some({"cohort": st.integers(2, 50), "weights": st.sampled_from(["equal", 0.25])}),
-                    "fleet": some({"deadline_s": st.floats(0.1, 1e9), "device_speed": st.lists(st.floats(0, 1))}),
+                    "fleet": st.fixed_dictionaries(
+                        {"network": st.sampled_from(["edge", "uniform"])},
+                        optional={"deadline_s": st.floats(0.1, 1e9), "uniform_up_mbps": st.just([1.5, 3.0])},
+                    ),
                     "residuals": some({"half": st.booleans()}),
                 }
             )

@@ -365,6 +365,7 @@ def test_a_target_is_compared_with_the_mean_of_enough_evaluations() -> None:
     lines = [{"round": r, "accuracy": accuracy} for r, accuracy in enumerate(accuracies, 1)]
     assert reached_round(lines, 0.9, average=1) == 2
     assert reached_round(lines, 0.6, average=3) == 7  # (0.5 + 0.5 + 0.8) / 3; one good evaluation is not enough
+    assert reached_round(lines, 0.25, average=3) == 5
     assert reached_round(lines, 0.7, average=3) is None and reached_round(lines, None, average=1) is None
     assert mean_accuracy(lines, 2) == pytest.approx(0.45) and mean_accuracy(lines[:1], 2) is None
 
@@ -380,8 +381,13 @@ def test_a_callback_stops_the_run_and_all_callbacks_see_every_round(tmp_path) ->
 def test_the_result_is_the_saved_model_and_a_run_can_start_from_it(tmp_path) -> None:
     model = mlp(norm=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    result = small_run(model=model, out=tmp_path / "run", rounds=4)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())  # a copy was trained
+    seen = []
+    keep = lambda line, state: seen.append((state.weights, state.statistics))
+    result = small_run(model=model, out=tmp_path / "run", rounds=4, callbacks=[keep])
+    for found, vector in zip(Layout.of(model).flatten(result.module), seen[-1]):
+        assert torch.equal(found, vector)
+    now = model.state_dict()
+    assert all(torch.equal(now[name], tensor) for name, tensor in before.items())  # a copy was trained
     saved = load_file(tmp_path / "run" / "model.safetensors")
     assert saved.keys() == before.keys() and not result.module.training
     assert all(torch.equal(tensor, saved[name]) for name, tensor in result.module.state_dict().items())
@@ -418,11 +424,11 @@ def test_a_journal_line_has_what_the_design_promises() -> None:
         "staleness_mean",
         "wall_s",
     ]
-    result = small_run(rounds=5)
+    result = small_run(rounds=6)
     for line in result.journal:
         assert set(promised) <= line.keys()
         assert all(line[key] is None for key in ("download_s", "compute_s", "upload_s", "round_s", "clock_s"))
         assert line["invited"] == line["used"] == 4 and line["lost"] == 0
         assert line["down_bytes"] == sum(line["clients"]["down_bytes"]) > 0 and line["up_bytes"] > 0
-    assert [line["accuracy"] is None for line in result.journal] == [True] * 4 + [False]
+    assert [line["accuracy"] is None for line in result.journal] == [True] * 4 + [False] * 2  # the last, too
     assert json.loads(json.dumps(result.journal)) == result.journal

@@ -2,13 +2,16 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from gluefl.config import Config
 from gluefl.errors import UsageError
 from gluefl.tables import RunProgress
+
+Tracker = Callable[[Path], AbstractContextManager[list[Callable[[Any, Any], None]]]]  # callbacks for a run's folder
 
 KEYS = (
     "rounds",
@@ -31,6 +34,7 @@ def execute(
     device: str = "cpu",
     resume: bool = False,
     single: bool = False,
+    tracker: Tracker = lambda folder: nullcontext([]),
 ) -> list[dict[str, Any]]:
     """Run every variant with every seed into `out/<label>-<seed>/` (a single run into `out` itself)."""
     if min(seeds) < 0 or len(set(seeds)) < len(seeds):
@@ -62,8 +66,8 @@ def execute(
             summary = _done(folder, config) if resume else None
             if summary is None:
                 name = label if len(seeds) == 1 else f"{label}, seed {seed}"
-                with progress.run(name, config.rounds, config.target) as callback:
-                    summary = run(config, folder, device, resume, [callback]).summary
+                with progress.run(name, config.rounds, config.target) as show, tracker(folder) as others:
+                    summary = run(config, folder, device, resume, [show, *others]).summary
             runs.append({"strategy": label, "seed": seed} | {key: summary[key] for key in KEYS})
     return runs
 

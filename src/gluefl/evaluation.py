@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from gluefl.errors import DataError
 from gluefl.layout import Layout
 from gluefl.populations import Population, Samples
 from gluefl.training import Loss
@@ -77,7 +78,10 @@ class Evaluator:
 
     @cached_property
     def _test(self) -> Samples:
-        return self._moved(self.population.test())
+        samples = self._moved(self.population.test())
+        if not len(samples):
+            raise DataError("the population has no test samples: there is nothing to evaluate the model on.")
+        return samples
 
     def _moved(self, samples: Samples) -> Samples:
         return Samples(samples.inputs.to(self.device), samples.labels.to(self.device))

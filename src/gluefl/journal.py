@@ -43,12 +43,12 @@ class Journal:
 def read(path: Path) -> tuple[list[Line], bool]:
     """The whole lines of a journal, and whether it ends in a damaged one."""
     lines: list[Line] = []
-    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for text in path.read_bytes().splitlines(keepends=True):  # bytes: damage need not be UTF-8
         try:
             line = json.loads(text)
-        except json.JSONDecodeError:
+        except ValueError:
             return lines, True
-        if not text.endswith("\n") or not isinstance(line, dict) or line.get("round") != len(lines) + 1:
+        if not text.endswith(b"\n") or not isinstance(line, dict) or line.get("round") != len(lines) + 1:
             return lines, True
         lines.append(line)
     return lines, False

@@ -25,6 +25,8 @@ class Replica:
         """Patch the replica with a package; refuses one that does not fit, and leaves the old one untouched."""
         if header.base is not None and header.base != self.version:
             raise WireError(f"the package starts from version {header.base}, this replica holds {self.version}")
+        if header.base is not None and header.base_hash not in (wire.NO_HASH, self.hash):
+            raise WireError(f"the package starts from a version {header.base} that is not the one held here")
         if header.base is None and body.update.positions.numel() != body.update.size:
             raise WireError("a package without a base must hold the whole model")
         weights = self.weights.clone()

@@ -1,7 +1,7 @@
 """One round, top to bottom: Algorithm 3 of the paper, for every strategy, sampler and fleet alike."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -113,41 +113,21 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     uploads, up_bytes = collect(f, state, groups, used, shared, round)
 
     # Server: aggregate; statistics are the plain mean of the used clients.
-    strategy, velocity, update, statistics = (
-        state.strategy,
-        state.velocity,
-        Sparse.empty(f.space.size, f.space.device),
-        state.statistics,
-    )
-    if uploads:
-        strategy, update = f.strategy.aggregate(state.strategy, uploads, round)
-        velocity, update = f.server.step(velocity, update)
-        statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
-        check_finite(update.values, statistics, round)
+    aggregated = aggregate(f, state, uploads, round)
 
     # Server: publish the next version and update the sticky group.
     trips |= {
         client: f.devices.trip(client, clock_s, parcels[client].size_bytes, sent, f.engine.work(client))
         for client, sent in up_bytes.items()
     }
-    line = record(f, state, round, clock_s, groups, parcels, trips, up_bytes, uploads, shared, update, expected)
+    line = record(
+        f, state, round, clock_s, groups, parcels, trips, up_bytes, uploads, shared, aggregated.update, expected
+    )
     holders = [c for c, trip in trips.items() if trip.downloaded and c not in line.stopped]
     for client in holders:
         f.channel.deliver(client, parcels[client])
-    ledger = state.ledger.synchronised(holders)
-    ledger = ledger.answered(up_bytes, trips.keys() - up_bytes.keys()).publish(update.positions)
-    next_state = State(
-        round=round,
-        clock_s=line.clock_s,
-        weights=update.add_to(state.weights.clone()),
-        statistics=statistics,
-        ledger=ledger,
-        sampler=f.sampler.settle(state.sampler, up_bytes, stream(f.seed, "settle", round)),
-        strategy=strategy,
-        velocity=velocity,
-        up_bytes=sum(up_bytes.values()) // len(up_bytes) if up_bytes else state.up_bytes,
-    )
-    return next_state, line
+    unused = trips.keys() - up_bytes.keys()
+    return publish(f, state, round, line.clock_s, aggregated, holders, up_bytes, unused), line
 
 
 def invite(f: Federation, state: State, round: int) -> tuple[float, tuple[Group, ...]]:
@@ -260,6 +240,52 @@ def collect(
         )
         uploads[client] = Upload(client, settled[client], body.update, body.statistics, outcome.loss)
     return [uploads[client] for client in sorted(uploads)], dict(sorted(up_bytes.items()))
+
+
+@dataclass(frozen=True)
+class Aggregated:
+    """What the uploads of a round amount to."""
+
+    strategy: Any
+    velocity: Tensor | None
+    update: Sparse
+    statistics: Tensor
+
+
+def aggregate(f: Federation, state: State, uploads: Sequence[Upload], round: int) -> Aggregated:
+    """The update to publish; without an upload, nothing changes."""
+    if not uploads:
+        return Aggregated(state.strategy, state.velocity, Sparse.empty(f.space.size, f.space.device), state.statistics)
+    strategy, update = f.strategy.aggregate(state.strategy, uploads, round)
+    velocity, update = f.server.step(state.velocity, update)
+    statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
+    check_finite(update.values, statistics, round)
+    return Aggregated(strategy, velocity, update, statistics)
+
+
+def publish(
+    f: Federation,
+    state: State,
+    round: int,
+    clock_s: float,
+    aggregated: Aggregated,
+    holders: Iterable[int],
+    up_bytes: Mapping[int, int],
+    unused: Iterable[int],
+) -> State:
+    """The next version. `holders` hold the one this round sent them; `up_bytes` are those of the used clients."""
+    ledger = state.ledger.synchronised(holders).answered(up_bytes, unused)
+    return State(
+        round=round,
+        clock_s=clock_s,
+        weights=aggregated.update.add_to(state.weights.clone()),
+        statistics=aggregated.statistics,
+        ledger=ledger.publish(aggregated.update.positions),
+        sampler=f.sampler.settle(state.sampler, up_bytes, stream(f.seed, "settle", round)),
+        strategy=aggregated.strategy,
+        velocity=aggregated.velocity,
+        up_bytes=sum(up_bytes.values()) // len(up_bytes) if up_bytes else state.up_bytes,
+    )
 
 
 def check_finite(values: Tensor, statistics: Tensor, round: int) -> None:

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,6 +91,8 @@ def train(
     >>> result = gluefl.train(model, Glyphs(clients=300), GlueFL(), sampler=Sticky(10, 40, 8), rounds=50)
     >>> result.summary["down_bytes"]
     """
+    if seed < 0:
+        raise UsageError(f"seed = {seed}: a seed is a whole number from 0 up.")
     options, sgd = options or Options(), training or LocalSGD()
     device = _device(options.device)
     module = copy.deepcopy(model).to(device)
@@ -141,6 +144,8 @@ def train(
             line = played.line
             if state.round % evaluate_every == 0 or state.round == rounds:
                 found = evaluator(state.weights, state.statistics)
+                if not math.isfinite(found.loss):
+                    raise GlueFLError(f"round {state.round}: the test loss is {found.loss}: the training diverged.")
                 line |= {"accuracy": found.accuracy, "test_loss": found.loss}
             line["wall_s"] = time.perf_counter() - began
             journal.append(line)
@@ -198,6 +203,8 @@ def _pool(population: Population, importance: str, devices: Devices | None) -> P
 def _open(folder: Path, description: str, resume: bool, fresh: State, journal: Journal, residuals: Residuals) -> State:
     """Make a run's folder, or go on in it."""
     config = folder / "config.toml"
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; --out needs a folder.")
     if config.exists() and not resume:
         raise UsageError(f"{folder} holds a run already: choose another --out, or go on with it by --resume.")
     if not config.exists() and folder.exists() and any(folder.iterdir()):
@@ -209,8 +216,7 @@ def _open(folder: Path, description: str, resume: bool, fresh: State, journal: J
     state = fresh
     if checkpoint.exists(folder / "checkpoint"):
         state = checkpoint.load(folder / "checkpoint", fresh, residuals)
-    if journal.path is not None and journal.path.exists():
-        journal.cut(state.round)
+    journal.cut(state.round)
     return state
 
 

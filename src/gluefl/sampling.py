@@ -15,6 +15,7 @@ import numpy as np
 from gluefl.errors import UsageError
 
 Weights = Literal["unbiased", "equal"] | float
+LISTABLE = 10**7  # a pool up to this size may be looked through when too few of it are online
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class Group:
     weights: tuple[float, ...]  # ν_i, told to each client with its task
 
     def settled(self, used: Sequence[int]) -> dict[int, float]:
-        """The weights of those that were used: when fewer than the quota arrived, each stands for more."""
+        """The weights of those that were used: when fewer than the quota arrived, each stands for more.
+
+        The weight of the group as a whole stays what it was, with equal weights too.
+        """
         nominal = dict(zip(self.clients, self.weights))
         return {client: nominal[client] * self.quota / len(used) for client in used}
 
@@ -198,7 +202,7 @@ def extra_invitations(over_commitment: float, cohort: int) -> int:
 
 
 def draw(rng: np.random.Generator, size: int, wanted: int, accept: Callable[[int], bool]) -> list[int]:
-    """Up to `wanted` distinct accepted clients of 0 … size−1, uniformly; fewer only if there are no more."""
+    """Up to `wanted` distinct accepted clients of 0 … size−1, uniformly; fewer if there are hardly any more."""
     drawn: dict[int, bool] = {}
     taken: list[int] = []
     for _ in range(16):
@@ -208,6 +212,8 @@ def draw(rng: np.random.Generator, size: int, wanted: int, accept: Callable[[int
             if client not in drawn:
                 drawn[client] = accept(client)
                 taken += [client] if drawn[client] else []
+    if size > LISTABLE:
+        return taken  # almost nobody is online; a pool this large is never listed
     # Rejection has become slow: few are left or few are online. Only now the whole pool is looked at.
     rest = (int(c) for c in rng.permutation(size) if int(c) not in drawn)
     for client in rest:

@@ -84,7 +84,7 @@ def top(values: Tensor, keep: Sequence[int], sizes: Sequence[int], round: int, a
     """
     bits = _magnitude_bits(values)
     if among is not None:
-        bits = torch.where(among, bits, -1)
+        bits = bits | (~among).to(bits.dtype).neg_()  # −1 where not eligible, below every magnitude
     if len(sizes) == 1:
         return _top(bits, keep[0], round, 0)
     starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
@@ -133,7 +133,9 @@ def _top(bits: Tensor, keep: int, round: int, start: int) -> Tensor:
     mask = bits > threshold
     missing = keep - int(torch.count_nonzero(mask))
     ties = positions_of(bits == threshold)
-    mask[ties[tie_break(ties + start, round).argsort()[:missing]]] = True
+    if missing < ties.numel():
+        ties = ties[tie_break(ties + start, round).argsort()[:missing]]
+    mask[ties] = True
     return mask
 
 

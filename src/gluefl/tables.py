@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from gluefl.planning import Plan
+
 GB = 10**9
 
 
@@ -123,6 +125,32 @@ def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     if missed:
         table.caption = "* did not reach the target in every run: the figures are those at its last round"
     return table
+
+
+def plan_tables(plan: Plan) -> list[Table | str]:
+    """What sizes will do, the cheapest others, and why."""
+    table = Table(show_header=False, title=f"S = {plan.sticky_size}, C = {plan.sticky_cohort}", title_justify="left")
+    returns = ", ".join(f"{chance:.1%}" for chance in plan.resample_probability)
+    table.add_row("comes back after 1, 2, … rounds", f"{returns} (uniform {plan.uniform_probability:.2%})")
+    table.add_row(
+        "likelier than uniform up to", f"{plan.horizon} rounds; back after {plan.mean_return_rounds:.1f} on average"
+    )
+    table.add_row("variance factor A", f"{plan.variance_factor:.2f}")
+    table.add_row("effective cohort K/A", f"{plan.effective_cohort:.1f} of {plan.cohort}")
+    uniform = f"(uniform sampling {plan.uniform_download_share:.1%})"
+    table.add_row("model downloaded per client and round", f"{plan.expected_download_share:.1%} {uniform}")
+    if plan.down_bytes is not None:
+        table.add_row("one download", volume(plan.down_bytes))
+    if plan.download_s is not None:
+        median, tenth = plan.download_s
+        table.add_row("time of one download", f"{duration(median)} (median), one in ten above {duration(tenth)}")
+    others = Table(title="The cheapest sizes", title_justify="left")
+    for heading in ("S", "C", "A", "model per client\nand round", "download until a target,\nFedAvg = 1"):
+        others.add_column(heading, justify="right")
+    for found in plan.candidates[:8]:
+        cells = (f"{found.variance_factor:.2f}", f"{found.download_share:.1%}", f"{found.cost:.2f}")
+        others.add_row(str(found.sticky_size), str(found.sticky_cohort), *cells)
+    return [table, others, plan.reason]
 
 
 def nested_table(found: dict[str, Any]) -> Table:

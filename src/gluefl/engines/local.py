@@ -41,7 +41,7 @@ class LocalEngine:
         if not len(samples):
             raise DataError(f"client {client} has no samples to train on: leave it out of the population.")
         rng = stream(self.seed, "batches", round, client)
-        return Job(client, samples, self.sgd.batches(rng, len(samples)))
+        return Job(client, samples, self.sgd.batches(rng, len(samples)), seed=int(rng.integers(2**31)))
 
     def _samples(self, client: int) -> Samples:
         if self.device.type == "cpu":

@@ -21,15 +21,19 @@ def mlp(classes: int, channels: int, side: int = 28, hidden: int = 64) -> nn.Mod
 
 
 def leaf_cnn(classes: int, channels: int, side: int = 28) -> nn.Module:
-    """The FEMNIST network of LEAF (Caldas et al., 2018): two 5x5 convolutions, 512 hidden units."""
+    """The FEMNIST network of LEAF (Caldas et al., 2018): two 5x5 convolutions, 512 hidden units.
+
+    Pooling comes before the ReLU: the maximum of the positive parts is the positive part of the maximum, with the
+    same gradients, on a quarter of the numbers.
+    """
     _at_least("leaf_cnn", "side", side, 4)
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(channels, 32, 5, padding=2),
-        relu1=nn.ReLU(),
         pool1=nn.MaxPool2d(2),
+        relu1=nn.ReLU(),
         conv2=nn.Conv2d(32, 64, 5, padding=2),
-        relu2=nn.ReLU(),
         pool2=nn.MaxPool2d(2),
+        relu2=nn.ReLU(),
         flatten=nn.Flatten(),
         hidden=nn.Linear(64 * (side // 4) ** 2, 512),
         relu3=nn.ReLU(),

@@ -55,6 +55,7 @@ class Job:
     client: int
     samples: Samples
     batches: Tensor
+    seed: int = 0  # of whatever the model itself draws (dropout)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ from gluefl.errors import UsageError
 from gluefl.layout import Layout
 from gluefl.populations import Population
 from gluefl.training import Loss, Trainer
+from gluefl.training.dense import Dense, dense_layers
 from gluefl.training.loop import Loop
 from gluefl.training.stacked import Stacked
 from gluefl.training.workers import Workers
 
-TRAINERS = ("auto", "loop", "workers", "stacked")
+DENSE_LIMIT = 1_000_000  # parameters; above it the products of single clients fill a core by themselves
+TRAINERS = ("auto", "loop", "workers", "dense", "stacked")
 
 
 def choose(
@@ -26,6 +28,10 @@ def choose(
         raise UsageError(f"{type(module).__name__} cannot be stacked: train it with training.trainer = 'loop'.")
     if name == "workers" and (device.type != "cpu" or is_random(module)):
         raise UsageError("training.trainer = 'workers' is for CPU cores and models without dropout: use 'loop'.")
+    if name == "dense" and (device.type != "cpu" or dense_layers(module) is None):
+        raise UsageError("training.trainer = 'dense' is for chains of Linear and ReLU on a CPU: use 'workers'.")
+    if name == "dense":
+        return Dense(module, layout, population.transform, loss)
     if name == "workers":
         return Workers(module, layout, population.transform, loss)
     if name == "stacked":
@@ -48,4 +54,5 @@ def _best(module: nn.Module, device: torch.device) -> str:
         return "loop"
     if device.type != "cpu":
         return "stacked" if stackable(module) else "loop"
-    return "workers"
+    small = sum(parameter.numel() for parameter in module.parameters()) <= DENSE_LIMIT
+    return "dense" if small and dense_layers(module) is not None else "workers"

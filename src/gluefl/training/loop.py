@@ -30,7 +30,11 @@ class Loop:
     ) -> Iterator[Outcome]:
         """Client after client."""
         for job in jobs:
-            yield self._train(weights, statistics, job, sgd, lr, frozen)
+            # What dropout draws depends on the job alone; the global generator is left as it was.
+            with torch.random.fork_rng(devices=[weights.device] if weights.is_cuda else []):
+                torch.manual_seed(job.seed)
+                outcome = self._train(weights, statistics, job, sgd, lr, frozen)
+            yield outcome
 
     def _train(
         self, weights: Tensor, statistics: Tensor, job: Job, sgd: LocalSGD, lr: float, frozen: Tensor | None

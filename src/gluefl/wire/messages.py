@@ -88,8 +88,9 @@ class Body:
         if update.positions.numel() == update.size:
             return ABSOLUTE, Packed(1, update.size, b"")
         mask = update.mask()
-        if self.shared.packed.count and not bool((self.shared.mask & ~mask).any()):
-            return BESIDE_MASK, pack(mask[self.shared.outside])
+        inside = int(torch.count_nonzero(mask & self.shared.mask))
+        if self.shared.packed.count and inside == self.shared.packed.count:
+            return BESIDE_MASK, pack(mask.index_select(0, self.shared.outside))
         return ABSOLUTE, pack(mask)
 
 

@@ -12,6 +12,7 @@ import zstandard
 from torch import Tensor
 
 from gluefl.errors import WireError
+from gluefl.selection import positions_of
 
 NOTHING, EVERYTHING, BITMAP, BITMAP_ZSTD, GAPS_ZSTD, ABSENT_GAPS_ZSTD = range(6)
 CODECS = ("nothing", "everything", "bitmap", "bitmap+zstd", "gaps+zstd", "gaps of the absent+zstd")
@@ -40,9 +41,9 @@ def pack(mask: Tensor) -> Packed:
     bitmap = _to_bitmap(mask)
     tried = [(BITMAP_ZSTD, _compress(bitmap)), (BITMAP, bitmap)]
     if count <= SPARSE * size:
-        tried.append((GAPS_ZSTD, _compress(_gaps(bitmap, size))))
+        tried.append((GAPS_ZSTD, _compress(_gaps(mask))))
     elif size - count <= SPARSE * size:
-        tried.append((ABSENT_GAPS_ZSTD, _compress(_gaps(bitmap, size, absent=True))))
+        tried.append((ABSENT_GAPS_ZSTD, _compress(_gaps(~mask))))
     codec, data = min(tried, key=lambda option: len(option[1]))
     return Packed(codec, count, data)
 
@@ -91,17 +92,18 @@ def _from_bitmap(data: bytes, size: int) -> np.ndarray:
     return bits[:size].astype(bool)
 
 
-def _gaps(bitmap: bytes, size: int, absent: bool = False) -> bytes:
+def _gaps(mask: Tensor) -> bytes:
     """LEB128 varints of position − previous position − 1, the one before the first being −1."""
-    bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little", count=size)
-    positions = np.flatnonzero(bits == 0 if absent else bits)
-    gaps = np.diff(positions, prepend=-1) - 1
-    groups = np.stack([(gaps >> (7 * i)) for i in range(LONGEST_VARINT)], axis=1)
-    used = np.maximum.accumulate((groups > 0)[:, ::-1], axis=1)[:, ::-1]
-    used[:, 0] = True
-    more = np.zeros_like(used)
-    more[:, :-1] = used[:, 1:]
-    return ((groups & 0x7F) | (more << 7)).astype(np.uint8)[used].tobytes()
+    gaps = np.diff(positions_of(mask).cpu().numpy(), prepend=-1) - 1
+    lengths = np.ones(gaps.size, np.int64)
+    for i in range(1, LONGEST_VARINT):
+        lengths += gaps >= 1 << (7 * i)
+    starts = np.cumsum(lengths) - lengths
+    varints = np.zeros(int(lengths.sum()), np.uint8)
+    for i in range(int(lengths.max())):
+        some = lengths > i
+        varints[starts[some] + i] = (gaps[some] >> (7 * i)) & 0x7F | (lengths[some] > i + 1) << 7
+    return varints.tobytes()
 
 
 def _from_gaps(data: bytes, count: int, size: int) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""A Flower app in PyTorch that reads handwriting."""

@@ -1,0 +1,82 @@
+"""A whole GlueFL round against its training part: what sampling, packages, compression, encoding and books cost."""
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gluefl import models
+from gluefl.bench.cohort import alternate, pin, spread
+from gluefl.bench.workloads import CLIENTS, COHORT, SGD, Noisy, model
+from gluefl.channel import Measured
+from gluefl.engines.local import LocalEngine
+from gluefl.fleet import Instant
+from gluefl.journal import Journal
+from gluefl.layout import Layout
+from gluefl.populations import Population
+from gluefl.residuals import Residuals
+from gluefl.round import Federation, play, start
+from gluefl.sampling import Pool, Sticky
+from gluefl.server import Server
+from gluefl.strategies import Space
+from gluefl.strategies.gluefl import GlueFL
+from gluefl.training.choice import choose
+
+
+def measure(
+    rounds: int = 7, cores: int = 1, device: str = "cpu", model_name: str = "", over_commitment: float = 1.0
+) -> dict[str, Any]:
+    """Medians of `play` with a journal line, and of training the same cohort alone, taking turns. W1 by default."""
+    pin(cores)
+    where = torch.device(device)
+    population: Population = Noisy()
+    module = (models.build(model_name, classes=62, channels=1) if model_name else model("w1")).to(where)
+    layout = Layout.of(module)
+    trainer = choose("auto", module, layout, population, torch.nn.functional.cross_entropy, where)
+    engine = LocalEngine(population, trainer, SGD, seed=0, device=where)
+    with tempfile.TemporaryDirectory(prefix="gluefl-bench-") as folder:
+        federation = Federation(
+            seed=0,
+            run=bytes(8),
+            layout=layout,
+            space=Space(tuple(part.size for part in layout.weights), where),
+            pool=Pool(CLIENTS, lambda client: 1 / CLIENTS),
+            sampler=Sticky(COHORT, 4 * COHORT, 4 * COHORT // 5, over_commitment=over_commitment),
+            strategy=GlueFL(),
+            server=Server(),
+            devices=Instant(),
+            engine=engine,
+            channel=Measured(),
+            residuals=Residuals(layout.size, Path(folder), memory_bytes=_memory(where)),
+        )
+        state = start(federation, *layout.flatten(module))
+        journal = Journal(Path(folder) / "journal.jsonl")
+
+        def whole(rng: np.random.Generator) -> None:
+            nonlocal state
+            state, played = play(federation, state)
+            journal.append(played.line)
+
+        def training(rng: np.random.Generator) -> None:
+            used = [c for c, fate in zip(*(journal.lines[-1]["clients"][k] for k in ("id", "fate"))) if fate == "used"]
+            for _ in engine.train(state.weights, state.statistics, used, state.round, None):
+                pass
+
+        times = alternate({"round": whole, "training": training}, rounds, device, cores)
+    return {
+        "round_s": statistics.median(times["round"]),
+        "training_s": statistics.median(times["training"]),
+        "ratio": statistics.median(times["round"]) / statistics.median(times["training"]),
+        "round_spread_s": spread(times["round"]),
+        "training_spread_s": spread(times["training"]),
+        "parameters": layout.size,
+        "device": device,
+        "cores": cores,
+    }
+
+
+def _memory(where: torch.device) -> int:
+    return 2 * 10**9 if where.type == "cpu" else torch.cuda.mem_get_info()[0] // 3

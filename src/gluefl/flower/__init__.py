@@ -1,0 +1,17 @@
+"""GlueFL, STC, APF and FedAvg in a real federation: a strategy for Flower's server and a mod for its clients.
+
+>>> from gluefl.flower import GlueFLStrategy, gluefl_mod
+"""
+
+try:
+    import flwr  # noqa: F401
+except ImportError as error:
+    from gluefl.errors import MissingExtra
+
+    raise MissingExtra("flower", "gluefl.flower") from error
+
+from gluefl.flower.mod import GlueFLMod, gluefl_mod
+from gluefl.flower.strategy import GlueFLStrategy
+from gluefl.sampling import Sticky, Uniform
+
+__all__ = ["GlueFLMod", "GlueFLStrategy", "Sticky", "Uniform", "gluefl_mod"]

@@ -1,0 +1,125 @@
+"""What our messages look like inside Flower's: one ConfigRecord of ours, one uint8 array, and the user's records.
+
+The body of a package is the same for all nodes that hold the same version. It travels as an array of its own, so
+that Flower's object store takes it once; the header, which differs from node to node, travels in the ConfigRecord.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+
+from gluefl import wire
+from gluefl.errors import WireError
+
+OURS = "gluefl"  # the name of our ConfigRecord
+BODY = "gluefl-body"  # the name of our ArrayRecord
+PACKAGE, UPLOAD = "package", "upload"  # the array in it: different names, so that mods that alter arrays refuse
+NPY_HEADER_BYTES = 256  # numpy writes 128 before a flat array
+OPTIONAL = {"accepted", "table", "store", "version", "needs_model"}  # left out where they are None
+LONGEST_TEXT = 2**22  # of a task: the names of the arrays make most of it
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the server tells a node beside the package."""
+
+    run: str  # hex
+    client: int  # the node's place in this run
+    arrays: str  # the name under which the app expects the model
+    strategy: dict[str, Any]  # name and parameters: the client's half runs with the server's values
+    accepted: str | None  # the digest of the node's last upload that was used
+    table: str | None = None  # names and shapes, with a whole model
+    store: str | None = None  # in a simulation: where the server keeps its versions
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a node says beside its upload."""
+
+    round: int
+    version: int | None  # the version it holds
+    hash: str  # of its replica, hex
+    needs_model: str | None = None  # why it cannot use the package it was sent
+
+
+def package(told: Told, header: bytes, body: Array) -> tuple[RecordDict, int]:
+    """The records of a task, and the bytes that are not the package itself."""
+    text = json.dumps({k: v for k, v in asdict(told).items() if v is not None}, separators=(",", ":"))
+    ours = ConfigRecord({"task": text, "header": header})
+    return RecordDict({OURS: ours, BODY: ArrayRecord({PACKAGE: body})}), len(text)
+
+
+def read_package(content: RecordDict) -> tuple[Told, bytes]:
+    """What a node was told, and the package, which is not yet checked."""
+    told = _read(Told, content, "task")
+    if told.client < 0 or len(bytes.fromhex(told.run)) != 8:
+        raise WireError("the task names no run or no client")
+    header = content.config_records[OURS].get("header")
+    if not isinstance(header, bytes) or len(header) != wire.HEADER_BYTES:
+        raise WireError("the task carries no header")
+    return told, header + read_array(content, PACKAGE, None)
+
+
+def upload(said: Said, data: bytes | None) -> RecordDict:
+    """The records of an answer."""
+    text = json.dumps({k: v for k, v in asdict(said).items() if v is not None}, separators=(",", ":"))
+    records = RecordDict({OURS: ConfigRecord({"answer": text})})
+    if data is not None:
+        records[BODY] = ArrayRecord({UPLOAD: to_array(data)})
+    return records
+
+
+def read_said(content: RecordDict) -> Said:
+    """What a node says of itself."""
+    said: Said = _read(Said, content, "answer")
+    return said
+
+
+def is_ours(message: Message) -> bool:
+    """Whether a message comes from a gluefl strategy or mod."""
+    return message.has_content() and OURS in message.content.config_records
+
+
+def digest(data: bytes) -> str:
+    """A name for an upload, by which the server says which one it used."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def to_array(data: bytes) -> Array:
+    """Bytes as an array; a ConfigRecord would do for small ones only."""
+    return Array(np.frombuffer(data, np.uint8))
+
+
+def read_array(content: RecordDict, name: str, longest: int | None) -> bytes:
+    """The bytes of an array of ours; its length is checked before it is looked at. Never unpickles."""
+    if name not in content.array_records.get(BODY, ArrayRecord()):
+        raise WireError(f"the message has no array '{name}'")
+    array = content.array_records[BODY][name]
+    if longest is not None and len(array.data) > longest + NPY_HEADER_BYTES:
+        raise WireError(f"a message of {len(array.data)} bytes; {longest} are allowed here")
+    try:
+        values = array.numpy()
+    except Exception as error:  # whatever numpy finds wrong with bytes from elsewhere
+        raise WireError(f"the array '{name}' cannot be read: {error}") from error
+    if values.dtype != np.uint8 or values.ndim != 1:
+        raise WireError(f"the array '{name}' is {values.dtype} of {values.ndim} dimensions, flat bytes were expected")
+    return bytes(values.tobytes())
+
+
+def _read(kind: Any, content: RecordDict, name: str) -> Any:
+    text = content.config_records.get(OURS, ConfigRecord()).get(name)
+    if not isinstance(text, str) or len(text) > LONGEST_TEXT:
+        raise WireError(f"the message carries no {name} of gluefl")
+    try:
+        found = kind(**{**dict.fromkeys(OPTIONAL & kind.__annotations__.keys()), **json.loads(text)})
+        for field, of in kind.__annotations__.items():
+            value = getattr(found, field)
+            if not isinstance(value, getattr(of, "__origin__", of)):
+                raise TypeError(f"{field} is {value!r}")
+    except (ValueError, TypeError) as error:
+        raise WireError(f"the {name} of a message cannot be read: {error}") from error
+    return found

@@ -1,0 +1,84 @@
+"""One reply, looked at with suspicion: what it says, and whether anything of it may enter the model."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from flwr.app import Message
+
+from gluefl import wire
+from gluefl.errors import WireError
+from gluefl.flower import content
+
+Fate = Literal["good", "held", "needs model", "failed", "refused"]
+LONGEST_REASON = 300
+LONGEST_REST = 2**20  # bytes of a reply beside its upload: metrics and what the node says
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message that was sent to a node and may be answered."""
+
+    client: int
+    round: int
+    version: int
+    hash: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a message. `holds` is the version the node proved to hold."""
+
+    sent: Sent
+    fate: Fate
+    why: str = ""
+    holds: int | None = None
+    header: wire.Header | None = None
+    body: wire.Body | None = None
+    up_bytes: int = 0
+    digest: str = ""
+
+
+def read_reply(message: Message, sent: Sent, expected: wire.Expected | None) -> Answer:
+    """Decode a reply to a message; without `expected`, only the version the node holds is of interest."""
+    try:
+        if message.has_error():
+            return Answer(sent, "failed", f"error {message.error.code}: {message.error.reason}"[:LONGEST_REASON])
+        return _read(message, sent, expected)
+    except WireError as error:
+        return Answer(sent, "refused", str(error)[:LONGEST_REASON])
+    except Exception as error:  # a reply is foreign bytes: whatever it breaks, the round goes on without it
+        return Answer(sent, "refused", f"{type(error).__name__}: {error}"[:LONGEST_REASON])
+
+
+def _read(message: Message, sent: Sent, expected: wire.Expected | None) -> Answer:
+    if not content.is_ours(message):
+        raise WireError("the reply was not made by gluefl_mod: add it to the ClientApp's mods, before all others")
+    rest = sum(record.count_bytes() for name, record in message.content.items() if name != content.BODY)
+    if rest > LONGEST_REST:
+        raise WireError(f"{rest} bytes beside the upload; {LONGEST_REST} are allowed")
+    said = content.read_said(message.content)
+    if said.needs_model is not None:
+        return Answer(sent, "needs model", said.needs_model[:LONGEST_REASON])
+    if (said.version, said.hash) != (sent.version, sent.hash.hex()):
+        raise WireError(
+            f"the node says it holds version {said.version} with hash {said.hash}; "
+            f"it was sent version {sent.version} with hash {sent.hash.hex()}"
+        )
+    if expected is None:
+        return Answer(sent, "held", holds=sent.version)
+    if said.round != sent.round:
+        raise WireError(f"a reply for round {said.round}, round {sent.round} was asked for")
+    data = content.read_array(message.content, content.UPLOAD, expected.longest)
+    header, body = wire.decode(data, expected)
+    found = (header.round, header.base, header.version, header.hash)
+    if found != (sent.round, sent.version, sent.version, sent.hash):
+        raise WireError(f"an upload of round {header.round} on version {header.base} in a reply for round {sent.round}")
+    if not bool(torch.isfinite(body.update.values).all() & torch.isfinite(body.statistics).all()):
+        raise WireError("values that are NaN or infinite")
+    if not math.isfinite(header.loss):
+        raise WireError("a loss that is NaN or infinite")
+    return Answer(
+        sent, "good", holds=sent.version, header=header, body=body, up_bytes=len(data), digest=content.digest(data)
+    )

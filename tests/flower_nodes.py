@@ -1,0 +1,120 @@
+"""A federation without a network: a grid that runs the nodes' apps at once, and lets tests meddle with messages."""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.task_identity import TaskIdentity
+
+from gluefl.flower import GlueFLMod
+from gluefl.flower.device import Device
+from stubs import dyadic, mlp
+
+# Flower's processes set this when they start; without it no message can be made.
+TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+NORM = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
+@dataclass
+class Info:
+    node_id: int
+    registered_at: str
+    public_key: bytes
+
+
+def train(message: Message, context: Context) -> Message:
+    """The app of a test: moves every array by numbers that depend on the round and the node alone."""
+    round, place = message.content["config"]["server-round"], context.node_config["partition-id"]
+    moved = {}
+    for number, (name, array) in enumerate(message.content["arrays"].to_torch_state_dict().items()):
+        step = dyadic(array.numel(), round, place, number).reshape(array.shape)
+        moved[name] = (array + step.to(array.dtype)) if array.is_floating_point() else array + 1
+    metrics = MetricRecord({"train_loss": 0.5, "num-examples": 10})
+    return Message(RecordDict({"arrays": ArrayRecord(moved), "metrics": metrics}), reply_to=message)
+
+
+def evaluate(message: Message, context: Context) -> Message:
+    total = float(sum(t.double().sum() for t in message.content["arrays"].to_torch_state_dict().values()))
+    metrics = MetricRecord({"total": total, "num-examples": 10})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+
+def app(mods: list[Any], trains: Callable[[Message, Context], Message] = train) -> ClientApp:
+    client = ClientApp(mods=mods)
+    client.train()(trains)
+    client.evaluate()(evaluate)
+    return client
+
+
+@dataclass
+class Node:
+    """A node with a disk of its own. `meddle` changes its replies, `silent` rounds are never answered."""
+
+    place: int
+    folder: Path
+    mods: list[Any] = field(default_factory=list)
+    trains: Callable[[Message, Context], Message] = train
+    meddle: Callable[[int, Message], Message | list[Message] | None] = lambda round, reply: reply
+    delay: Callable[[int], int] = lambda round: 0  # polls before an answer is there
+    inbox: list[Message] = field(default_factory=list)
+    online: bool = True
+
+    def handle(self, message: Message) -> Message:
+        context = Context(1, 100 + self.place, {"partition-id": self.place}, RecordDict(), {})
+        client = app([GlueFLMod(folder=self.folder), *self.mods], self.trains)
+        try:
+            return client(message, context)
+        except Exception as error:  # Flower's SuperNode does the same
+            return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
+
+    def device(self) -> Device:
+        (run,) = self.folder.iterdir()
+        return Device(run / f"node-{self.place}")
+
+
+class Grid:
+    """What `GlueFLStrategy` uses of Flower's grid."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes, self.replies, self.polls = nodes, [], 0  # replies: (ready at poll, message)
+        self.pushed: list[Message] = []
+
+    def get_nodes(self) -> list[Info]:
+        return [Info(100 + n.place, f"{n.place:04d}", bytes([n.place + 1]) * 32) for n in self.nodes if n.online]
+
+    def push_messages(self, messages: Any) -> list[str]:
+        ids = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+            ids.append(message.metadata.message_id)
+            self.pushed.append(message)
+            node = self.nodes[message.metadata.dst_node_id - 100]
+            round = int(message.metadata.group_id)
+            node.inbox.append(message)
+            found = node.meddle(round, node.handle(message))
+            found = found if isinstance(found, list) else [found]
+            self.replies += [(self.polls + 1 + node.delay(round), reply) for reply in found if reply is not None]
+        return ids
+
+    def pull_messages(self, ids: Any) -> list[Message]:
+        self.polls += 1
+        wanted = set(ids)
+        # A duplicate is returned even when nobody asks for it any more: that is what is to be survived.
+        ready = [(at, r) for at, r in self.replies if at <= self.polls]
+        taken = [r for _, r in ready if r.metadata.reply_to_message_id in wanted or r.metadata.__dict__.get("_twice")]
+        self.replies = [(at, r) for at, r in self.replies if all(r is not one for one in taken)]
+        return taken
+
+
+def initial_arrays() -> ArrayRecord:
+    return ArrayRecord(mlp(norm=True).state_dict())
+
+
+def weights_of(arrays: ArrayRecord) -> torch.Tensor:
+    """The trainable part, in the order of the module."""
+    return torch.cat([t.reshape(-1) for n, t in arrays.to_torch_state_dict().items() if n not in NORM])

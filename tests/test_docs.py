@@ -1,0 +1,88 @@
+"""What the pages show runs, as it is printed there."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import gluefl
+from federations import Delivered, federation
+from gluefl import wire
+from gluefl.errors import MissingExtra
+from gluefl.round import play
+from gluefl.run import Options
+from stubs import ROOT, Blobs, mlp
+
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def code(page: str) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def run(page: str) -> dict[str, Any]:
+    """Run the blocks of a page one after the other, as a reader would type them."""
+    names: dict[str, Any] = {"__name__": page}
+    try:
+        for block in code(page):
+            exec(compile(block, page, "exec"), names)
+    except MissingExtra as error:
+        pytest.skip(str(error))
+    return names
+
+
+@pytest.fixture(scope="module")
+def own() -> dict[str, Any]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return run("docs/your-own-strategy.md")
+
+
+def test_your_own_strategy(own) -> None:
+    assert own["result"].summary["parameters"] == 54_270
+    assert {line["up_bytes"] // line["used"] for line in own["result"].journal} == {168 + 4 * 5_427}
+    assert own["result"].summary["accuracy"] > 0.2
+
+
+def test_your_own_strategy_is_really_encoded(own) -> None:
+    f, state = federation(own["RandomK"](q=0.2), gluefl.Sticky(5, 8, 3), 20, channel=Delivered())
+    for _ in range(12):
+        state, record = play(f, state)
+        assert record.line["update_density"] == 0.2
+    assert f.channel.sent[0].header.kind == wire.PACKAGE and len(f.residuals) > 5
+
+
+def test_your_own_strategy_can_be_resumed(own, tmp_path) -> None:
+    def train(rounds, **where):
+        parts = {"sampler": gluefl.Uniform(5), "options": Options(encode=True), **where}
+        return gluefl.train(mlp(), Blobs(), own["RandomK"](), rounds=rounds, **parts)
+
+    train(4, out=tmp_path / "run")
+    resumed, whole = train(8, out=tmp_path / "run", resume=True), train(8)
+    for name, tensor in whole.module.state_dict().items():
+        assert torch.equal(resumed.module.state_dict()[name], tensor), name
+
+
+@pytest.mark.skipif(not code("README.md"), reason="the README shows no Python")
+def test_readme(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("README.md")
+
+
+def anchors(text: str) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page) -> None:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{target}#{anchor}"

@@ -1,0 +1,263 @@
+"""The studies: every file at both scales, runs in parallel that are resumed and skipped, intervals, tables."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gluefl.cli import main
+from gluefl.config import Config, to_toml
+from gluefl.errors import GlueFLError, UsageError
+from gluefl.lab import build_sampler
+from gluefl.studies import catalogue, pages
+from gluefl.studies.catalogue import Choice, configurations, load, names, seeds
+from gluefl.studies.conduct import conduct
+from gluefl.studies.findings import TABLES, bandwidths, main_table
+from gluefl.studies.intervals import estimate, student_t
+from gluefl.studies.measures import MEASURES, Run, common_target
+from gluefl.studies.runner import FAILED, execute, is_done, planned
+
+TINY = ("population.clients=60", "population.test_samples=62", "population.median_samples=22", "sampling.cohort=4")
+
+
+def tiny(**changes: Any) -> Choice:
+    return Choice(
+        **{"model": "mlp", "rounds": 4, "sets": (*TINY, "training.steps=1", "evaluation.average=1"), **changes}
+    )
+
+
+def test_every_table_and_figure_has_its_study() -> None:
+    wanted = ["table2", "table3a", "table3b", "figure1", "figure2", *(f"figure{n}" for n in range(5, 12))]
+    assert names() == [*wanted, "arrivals", "controls"]
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+@pytest.mark.parametrize("name", names())
+def test_every_study_is_valid_at_both_scales(name, scale) -> None:
+    study = load(name)
+    assert study.question.endswith("?") and study.found
+    assert set(study.measures) <= MEASURES.keys() and set(study.tables) <= TABLES.keys()
+    assert set(study.ratios) <= set(study.measures) and seeds(study, Choice(scale))
+    found = configurations(study, Choice(scale))
+    assert study.baseline is None or study.baseline in found
+    for label, config in found.items():
+        assert re.fullmatch(r"[A-Za-z0-9._-]+", label), "a label is part of a folder's name"
+        build_sampler(config).check(config.population.clients)
+        assert len({to_toml(other) for other in found.values()}) == len(found), "two runs are the same"
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_study_is_valid_with_the_papers_other_populations_and_models(name) -> None:
+    for population, model in (("femnist", "mobilenet_v2"), ("speech", "resnet34")):
+        for config in configurations(load(name), Choice("paper", population, model)).values():
+            assert (config.population.name, config.model.name) == (population, model)
+            assert config.population.clients == {"femnist": 2800, "speech": 2066}[population]
+            if config.strategy.name == "gluefl":
+                assert config.strategy.q == 0.3
+
+
+def test_the_papers_settings() -> None:
+    found = configurations(load("table2"), Choice("paper"))["gluefl"]
+    sampling = found.sampling
+    assert (found.population.clients, sampling.cohort, sampling.sticky_size, sampling.sticky_cohort) == (
+        2800,
+        30,
+        120,
+        24,
+    )
+    assert (found.target, found.training.lr, found.fleet.over_commitment) == (0.733, 0.01, 1.3)
+    image = configurations(load("table2"), Choice("paper", "openimage"))["gluefl"]
+    sampling = image.sampling
+    assert (image.population.clients, sampling.cohort, sampling.sticky_size, sampling.sticky_cohort) == (
+        10625,
+        100,
+        400,
+        80,
+    )
+    assert (image.target, image.training.lr, image.evaluation.metric) == (0.668, 0.05, "top5")
+    ratios = [c.strategy.q_shared for c in configurations(load("figure8"), Choice("paper", model="resnet34")).values()]
+    assert ratios == [0.06, 0.12, 0.24]
+
+
+def test_choices_go_over_everything_else() -> None:
+    found = configurations(load("table2"), Choice(rounds=7, sets=("training.lr=0.5",), only=("stc", "gluefl")))
+    assert list(found) == ["stc", "gluefl"] and found["stc"].rounds == 7 and found["stc"].training.lr == 0.5
+    other = configurations(load("table2"), Choice(population="mnist_writers"))["stc"].population
+    assert (other.name, other.clients, other.model_extra) == ("mnist_writers", 400, {})
+    with pytest.raises(UsageError, match="no run 'stk'"):
+        configurations(load("table2"), Choice(only=("stk",)))
+    with pytest.raises(UsageError, match="did you mean 'table2'"):
+        load("tabel2")
+    with pytest.raises(UsageError, match="unknown key"):
+        configurations(load("table2"), Choice(sets=("trainin.lr=1",)))
+
+
+def test_a_study_from_start_to_end_resumed_and_skipped(tmp_path) -> None:
+    study, choice = load("arrivals"), tiny(only=("fedavg-OC-1.0", "gluefl-OC-1.3"))
+    outcome = conduct(study, choice, tmp_path / "out", [1, 2], jobs=2)
+    folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert folders == ["fedavg-OC-1.0-1", "fedavg-OC-1.0-2", "gluefl-OC-1.3-1", "gluefl-OC-1.3-2"]
+    assert not list((tmp_path / "out").rglob("checkpoint")), "a run that is done keeps no checkpoint"
+    written = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert written == json.loads(json.dumps(outcome.json))
+    rows = written["tables"][0]["rows"]
+    time_s = rows["gluefl-OC-1.3"]["round_time"]
+    assert time_s["low"] < time_s["mean"] < time_s["high"] and len(time_s["values"]) == 2
+    assert rows["fedavg-OC-1.0"]["round_time_ratio"]["mean"] == 1.0
+    assert "| fedavg-OC-1.0 |" in pages.markdown(study, outcome.grids, outcome.heading)
+
+    with pytest.raises(UsageError, match="holds a run already"):
+        conduct(study, choice, tmp_path / "out", [1, 2])
+    (tmp_path / "out" / "gluefl-OC-1.3-2" / "summary.json").unlink()  # as if that run had been killed at its end
+    marks = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("summary.json")}
+    again = conduct(study, choice, tmp_path / "out", [1, 2], jobs=2, resume=True)
+    assert again.json["tables"] == outcome.json["tables"]
+    assert all(path.stat().st_mtime_ns == mark for path, mark in marks.items()), "what was done was run again"
+    with pytest.raises(GlueFLError, match=r"training\.lr|lr = "):  # another configuration
+        conduct(
+            study,
+            tiny(only=("fedavg-OC-1.0",), sets=(*choice.sets, "training.lr=0.9")),
+            tmp_path / "out",
+            [1],
+            resume=True,
+        )
+
+
+def test_a_run_that_diverges_is_a_result_and_not_an_error(tmp_path) -> None:
+    study, choice = load("figure11"), tiny(only=("none", "REC"))
+    variants = configurations(study, choice)
+    variants["none"] = variants["none"].model_copy(
+        update={"training": variants["none"].training.model_copy(update={"lr": 1e30})}
+    )
+    plan = planned(variants, [1], tmp_path)
+    execute(plan, jobs=2)
+    assert (tmp_path / "none-1" / FAILED).exists() and all(is_done(item) for item in plan)
+    grid = main_table(study, [Run.read(item) for item in plan])
+    assert any("none, seed 1, diverged" in note for note in grid.notes)
+    assert grid.rows["none"]["accuracy"] is None and grid.rows["REC"]["accuracy"] is not None
+
+
+def test_an_interrupted_study_leaves_checkpoints(tmp_path) -> None:
+    sets = [word for item in (*TINY, "evaluation.average=1") for word in ("--set", item)]
+    command = [sys.executable, "-m", "gluefl", "study", "figure5", "--model", "mlp", "--rounds", "400", *sets]
+    command += ["--seed", "1", "--only", "unbiased", "--out", str(tmp_path / "out"), "--jobs", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
+    journal = tmp_path / "out" / "unbiased-1" / "journal.jsonl"
+    deadline = time.monotonic() + 60
+    while not journal.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and "0 of 1 runs are done" in said and "Traceback" not in said
+    rounds = len(journal.read_text().splitlines())
+    assert 0 < rounds < 400 and (tmp_path / "out" / "unbiased-1" / "checkpoint").exists()
+
+
+def test_student_t_against_printed_tables() -> None:
+    printed = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 29: 2.045, 120: 1.980}
+    assert {n: round(student_t(n), 3) for n in printed} == printed
+    assert student_t(4, 0.99) == pytest.approx(4.604, abs=5e-4)
+
+
+def test_an_interval_against_known_values() -> None:
+    found = estimate([9.0, 10.0, 11.0])
+    assert found is not None and found.mean == 10 and found.half_width == pytest.approx(4.303 / 3**0.5, abs=1e-3)
+    single = estimate([None, 2.0])
+    assert single is not None and (single.mean, single.half_width, single.missing) == (2.0, None, 1)
+    assert estimate([None]) is None
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+    rng, inside = np.random.default_rng(1), 0
+    for _ in range(2000):
+        found = estimate(rng.normal(5.0, 2.0, size=3).tolist())
+        assert found is not None and found.half_width is not None
+        inside += abs(found.mean - 5.0) < found.half_width
+    assert inside / 2000 == pytest.approx(0.95, abs=0.02)
+
+
+def made_up(label: str, accuracies: list[float], seed: int = 1, **changes: Any) -> Run:
+    """A run whose journal says what it is told to."""
+    lines = [
+        {
+            "round": number,
+            "accuracy": accuracy,
+            "down_bytes": 10,
+            "up_bytes": 5,
+            "invited": 2,
+            "used": 1,
+            "round_s": 4.0,
+            "waited_s": 0.0,
+            "download_s": 1.0,
+            "compute_s": 2.0,
+            "upload_s": 1.0,
+            "clients": {"id": [0, 1], "fate": ["used", "late"], "staleness": [None, 3], "down_bytes": [7, 3]},
+        }
+        for number, accuracy in enumerate(accuracies, 1)
+    ]
+    config = Config.model_validate({"evaluation": {"average": 2}, "population": {"clients": 2}, **changes})
+    return Run(label, seed, config, tuple(lines), 10)
+
+
+def test_the_common_target_is_what_all_but_the_broken_reach() -> None:
+    good, fair, broken = made_up("a", [0.5, 0.8, 0.9]), made_up("b", [0.6, 0.8, 0.8]), made_up("c", [0.1, 0.1, 0.1])
+    assert common_target([good, fair, broken]) == 0.80
+    assert common_target([broken]) == 0.1 and common_target([]) is None
+
+
+def test_figures_are_those_at_the_target() -> None:
+    run = made_up("a", [0.5, 0.7, 0.9, 0.9])
+    assert MEASURES["rounds"].of(run, 0.8) == 3 and MEASURES["download"].of(run, 0.8) == 30
+    assert MEASURES["total"].of(run, 0.8) == 45 and MEASURES["total_time"].of(run, 0.8) == 12
+    assert MEASURES["rounds"].of(run, 0.95) is None and MEASURES["accuracy"].of(run, None) == 0.9
+    assert MEASURES["share"].of(run, None) == 0.5 and MEASURES["compute_share_of_time"].of(run, None) == 0.5
+
+
+def test_a_table_says_who_did_not_arrive() -> None:
+    runs = [made_up("fedavg", [0.9] * 3), made_up("fedavg", [0.9] * 3, seed=2), made_up("stc", [0.1, 0.1, 0.1])]
+    grid = main_table(load("table2"), runs)
+    assert grid.title == "At 90% accuracy" and grid.notes == ("stc, seed 1, did not reach 90% (best 10.0%).",)
+    assert pages.cell(grid.rows["stc"]["download"], "volume") == "–"
+    assert pages.cell(grid.rows["fedavg"]["rounds"], "count") == "2 ± 0"
+
+
+def test_download_by_skipped_rounds() -> None:
+    grid = TABLES["by_skipped_rounds"]([made_up("stc", [0.5] * 3)])
+    assert grid.rows["3–5"]["stc"].mean == pytest.approx(0.3) and grid.rows["1"]["stc"] is None
+
+
+def test_speed_percentiles_rank_the_population() -> None:
+    run = made_up("a", [0.5] * 3, fleet={"network": "edge"}, population={"clients": 200})
+    ranks = run.speed_percentile
+    assert sorted(ranks) == pytest.approx([(i + 0.5) / 200 for i in range(200)])
+    assert MEASURES["used_speed_mean"].of(run, None) == pytest.approx(ranks[0])
+    assert MEASURES["invited_speed_mean"].of(run, None) == pytest.approx(ranks[:2].mean())
+
+
+def test_figure_1_needs_no_training(tmp_path) -> None:
+    done = CliRunner().invoke(main, ["study", "figure1", "--out", str(tmp_path), "--json"])
+    edge = json.loads(done.stdout)["tables"][0]["rows"]["edge down"]
+    assert 0.19 < edge["slow"]["mean"] < 0.21 and edge["p5"]["mean"] < edge["p95"]["mean"]
+    assert bandwidths(clients=500).rows.keys() == {f"{n} {d}" for n in ("edge", "5g", "cloud") for d in ("down", "up")}
+
+
+def test_studies_are_listed_and_wrong_ones_refused(tmp_path) -> None:
+    listed = CliRunner().invoke(main, ["study"])
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == names()
+    for wrong in (["nothing"], ["table2", "--jobs", "0", "--out", str(tmp_path)], ["table2", "--resume"]):
+        assert CliRunner().invoke(main, ["study", *wrong]).exit_code == 2
+    assert CliRunner().invoke(main, ["study", "table2", "--seeds", "1,1", "--out", str(tmp_path)]).exit_code == 2
+    assert not any(tmp_path.iterdir())
+
+
+def test_settings_name_no_study() -> None:
+    assert catalogue.SHARED not in names() and (Path(catalogue.__file__).parent / "settings.toml").exists()

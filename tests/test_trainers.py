@@ -1,0 +1,187 @@
+"""Every trainer gives the deltas, statistics and losses of the reference loop, for every model of the project."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from gluefl import models
+from gluefl.errors import UsageError
+from gluefl.layout import Layout
+from gluefl.populations import Samples
+from gluefl.training import Job, LocalSGD
+from gluefl.training.choice import choose
+from gluefl.training.dense import Dense, dense_layers
+from gluefl.training.loop import Loop
+from gluefl.training.stacked import Stacked
+from gluefl.training.workers import Workers
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+GPU = pytest.param(CUDA, marks=pytest.mark.gpu)
+SHALLOW = ("mlp", "leaf_cnn", "small_cnn")
+FAMILIES = (*SHALLOW, "shufflenet_v2_x0_5", "mobilenet_v2", "resnet18")
+# In float32 a share e of the ReLUs opens or closes by rounding, and that changes a gradient by the root of e: some
+# 1-3% for the deep networks after one step, for the loop against itself in another memory format as well (see
+# `test_float32_itself_is_no_better`), and more after every further step. In float64 all agree to nine digits.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+DEEP_FLOAT32 = 5e-2
+STEPS = {torch.float64: LocalSGD(steps=2, batch=8), torch.float32: LocalSGD(steps=1, batch=8)}
+PLAIN = STEPS[torch.float64]
+FULL = LocalSGD(steps=3, batch=8, weight_decay=1e-3, proximal=0.1)
+
+
+def jobs(sgd: LocalSGD, side: int, dtype: torch.dtype, device: torch.device, uneven: bool) -> list[Job]:
+    """Three clients of different sizes, one of which may train for a step less."""
+    rng = np.random.default_rng(0)
+    made = []
+    for client, size in enumerate((9, 16, 30)):
+        inputs = torch.from_numpy(rng.standard_normal((size, 1, side, side))).to(device, dtype)
+        labels = torch.from_numpy(rng.integers(10, size=size)).to(device)
+        batches = sgd.batches(rng, size)
+        made.append(Job(client, Samples(inputs, labels), batches[:-1] if uneven and client == 1 else batches))
+    return made
+
+
+def compare(trainer_of, name: str, dtype: torch.dtype, device: torch.device, sgd: LocalSGD, frozen: bool, uneven: bool):
+    side = 28 if name in SHALLOW else 32 if dtype == torch.float64 else 64
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = models.build(name, classes=10, channels=1, **({"side": side} if name in SHALLOW else {}))
+    module = module.to(device, dtype)
+    layout = Layout.of(module, dtype)
+    weights, statistics = layout.flatten(module)
+    mask = torch.arange(layout.size, device=device) % 3 == 0 if frozen else None
+    work = jobs(sgd, side, dtype, device, uneven)
+    expected = {o.client: o for o in Loop(module, layout, lambda x: x, cross_entropy).train(
+        weights, statistics, work, sgd, 0.01, mask)}  # fmt: skip
+    trainer = trainer_of(module, layout, lambda x: x, cross_entropy)
+    found = {o.client: o for o in trainer.train(weights, statistics, work, sgd, 0.01, mask)}
+    assert found.keys() == expected.keys()
+    for client, outcome in expected.items():
+        limit = DEEP_FLOAT32 if name not in SHALLOW and dtype == torch.float32 else TOLERANCE[dtype]
+        assert torch.linalg.norm(found[client].delta - outcome.delta) <= limit * torch.linalg.norm(outcome.delta)
+        difference = torch.linalg.norm(found[client].statistics - outcome.statistics)
+        assert difference <= limit * (1 + torch.linalg.norm(outcome.statistics))
+        assert found[client].loss == pytest.approx(outcome.loss, rel=1e-4 if dtype == torch.float32 else 1e-6)
+        if mask is not None:
+            assert not found[client].delta[mask].any()
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    """TF32 rounds the inputs of products to ten bits: off, as the tolerances are for float32."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stacked_is_the_loop(name, dtype, device):
+    compare(Stacked, name, dtype, device, STEPS[dtype], frozen=False, uneven=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["shufflenet_v2_x1_0", "shufflenet_v2_x1_5", "shufflenet_v2_x2_0", "resnet34"])
+def test_stacked_is_the_loop_for_large_models(name):
+    compare(Stacked, name, torch.float64, CUDA, PLAIN, frozen=False, uneven=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_workers_are_the_loop(name, dtype):
+    compare(Workers, name, dtype, CPU, STEPS[dtype], frozen=False, uneven=False)
+
+
+def test_float32_itself_is_no_better():
+    """The reference loop against itself, channels-last: the tolerance of deep networks is not the trainers' fault."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = models.build("mobilenet_v2", classes=10, channels=1)
+    layout = Layout.of(module)
+    arguments = (*layout.flatten(module), jobs(STEPS[torch.float32], 64, torch.float32, CPU, False))
+    sgd = STEPS[torch.float32]
+    plain = list(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments, sgd, 0.01, None))
+    module = module.to(memory_format=torch.channels_last)
+    last = list(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments, sgd, 0.01, None))
+    errors = [float((a.delta - b.delta).norm() / a.delta.norm()) for a, b in zip(plain, last)]
+    assert 1e-3 < max(errors) < DEEP_FLOAT32
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_stacked_with_every_option(frozen, uneven, device):
+    compare(Stacked, "small_cnn", torch.float64, device, FULL, frozen, uneven)
+
+
+@pytest.mark.parametrize("trainer, name", [(Workers, "small_cnn"), (Dense, "mlp")])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_cpu_trainers_with_every_option(trainer, name, frozen, uneven):
+    compare(trainer, name, torch.float64, CPU, FULL, frozen, uneven)
+
+
+def test_dense_with_the_plain_step():
+    compare(Dense, "mlp", torch.float64, CPU, PLAIN, frozen=False, uneven=False)
+    compare(Dense, "mlp", torch.float32, CPU, PLAIN, frozen=False, uneven=True)
+
+
+def test_dense_takes_any_loss():
+    def squares(outputs, labels):
+        return (outputs - torch.nn.functional.one_hot(labels, 10)).square().mean()
+
+    module = models.build("mlp", classes=10, channels=1).double()
+    layout = Layout.of(module, torch.float64)
+    work = jobs(PLAIN, 28, torch.float64, CPU, uneven=False)
+    arguments = (*layout.flatten(module), work, PLAIN, 0.01, None)
+    loop = list(Loop(module, layout, lambda x: x, squares).train(*arguments))
+    dense = list(Dense(module, layout, lambda x: x, squares).train(*arguments))
+    for a, b in zip(loop, dense):
+        torch.testing.assert_close(a.delta, b.delta, rtol=1e-9, atol=1e-15)
+        assert a.loss == pytest.approx(b.loss)
+
+
+@pytest.mark.parametrize(
+    "name, trainer", [("mlp", Dense), ("leaf_cnn", Workers), ("small_cnn", Workers), ("char_lstm", Workers)]
+)
+def test_the_choice_on_a_cpu(name, trainer):
+    module = models.build(name, classes=10, channels=1)
+    assert type(choose("auto", module, Layout.of(module), Population, cross_entropy, CPU)) is trainer
+
+
+class Population:
+    """All that the choice of a trainer asks of one."""
+
+    transform = staticmethod(lambda inputs: inputs)
+
+
+def test_dropout_is_trained_by_the_loop_and_depends_on_the_job_alone():
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 8), torch.nn.Dropout(0.5),
+                                 torch.nn.Linear(8, 10))  # fmt: skip
+    layout = Layout.of(module)
+    trainer = choose("auto", module, layout, Population, cross_entropy, CPU)
+    assert type(trainer) is Loop
+    for name in ("workers", "stacked", "dense"):
+        with pytest.raises(UsageError):
+            choose(name, module, layout, Population, cross_entropy, CPU)
+    work = jobs(PLAIN, 28, torch.float32, CPU, uneven=False)
+    weights, statistics = layout.flatten(module)
+
+    def deltas(order):
+        found = trainer.train(weights, statistics, order, PLAIN, 0.01, None)
+        return {outcome.client: outcome.delta for outcome in found}
+
+    state = torch.random.get_rng_state()
+    forwards, backwards = deltas(work), deltas(work[::-1])
+    assert all(torch.equal(forwards[client], backwards[client]) for client in forwards)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_what_is_dense():
+    assert dense_layers(models.build("mlp", classes=10, channels=1))
+    assert dense_layers(models.build("leaf_cnn", classes=10, channels=1)) is None
+    nested = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()), torch.nn.Linear(3, 2))
+    assert [name for name, _ in dense_layers(nested)] == ["0.0", "0.1", "1"]

@@ -1,0 +1,221 @@
+"""A decoder written from docs/wire-format.md, with nothing of ours in it, reads what we write and refuses what we do.
+
+The header is read by the table of that page itself, so that the page cannot drift away from the bytes.
+"""
+
+import hashlib
+import re
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given
+
+import test_wire as ours
+from gluefl import wire
+from gluefl.errors import WireError
+
+PAGE = (Path(__file__).parents[1] / "docs" / "wire-format.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| (\d+) \| (\d+) \| (\w+) \| (\w+) \|", re.MULTILINE)
+TYPES = {"uint8": "<B", "uint16": "<H", "uint32": "<I", "uint64": "<Q", "float64": "<d"}
+
+
+def table(heading: str) -> list[tuple[int, int, str, str]]:
+    """The rows (offset, bytes, type, field) of the table under a heading of the page."""
+    part = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return [(int(at), int(size), kind, name) for at, size, kind, name in ROW.findall(part)]
+
+
+HEADER, SECTION = table("A message"), table("The body")
+
+
+# --- the decoder ------------------------------------------------------------------------------------------
+
+
+def fields(data, rows):
+    cut = {name: (kind, data[at : at + size]) for at, size, kind, name in rows}
+    return {n: bytes(part) if k == "bytes" else struct.unpack(TYPES[k], part)[0] for n, (k, part) in cut.items()}
+
+
+def need(condition):
+    if not condition:
+        raise ValueError("malformed")
+
+
+def read(data, run, layout, d, s, kind, known_mask=None):
+    need(104 <= len(data) <= 104 + 4 * 16 + 4 * (d + s) + 2 * (d // 4 + 1024))
+    header, body = fields(data, HEADER), data[104:]
+    need(header["magic"] == b"GLUE" and header["header_sum"] == zlib.crc32(data[:100]))
+    found = [header[name] for name in ("format", "kind", "precision", "run", "layout", "size", "statistics")]
+    need(found == [1, kind, 0, run, layout, d, s] and header["flags"] <= 1)
+    need(header["body_bytes"] == len(body) and header["body_sum"] == zlib.crc32(body))
+    sections = []
+    for _ in range(4):
+        need(len(body) >= 16)
+        part, body = fields(body, SECTION), body[16:]
+        need(part["reserved"] == 0 and part["bytes"] <= len(body))
+        part["data"], body = body[: part["bytes"]], body[part["bytes"] :]
+        sections.append(part)
+    need(not body)
+    masked, sent, *floats = sections
+    if kind == 1:
+        need(masked["relation"] == 0)
+        mask = read_set(masked, d)
+    else:
+        need(masked["relation"] == 2 and masked["count"] == 0 and not masked["data"])
+        mask = known_mask
+    need(sent["relation"] in (0, 1))
+    if sent["relation"] == 0:
+        chosen = read_set(sent, d)
+    else:
+        chosen = mask.copy()
+        chosen[~mask] = read_set(sent, d - int(mask.sum()))
+    for part, count in zip(floats, (int(chosen.sum()), s)):
+        need((part["codec"], part["relation"], part["count"], part["bytes"]) == (0, 0, count, 4 * count))
+    values, statistics = (np.frombuffer(part["data"], "<f4") for part in floats)
+    return header, mask, np.flatnonzero(chosen), values, statistics
+
+
+def read_set(part, n):
+    codec, count, data = part["codec"], part["count"], part["data"]
+    need(codec <= 5 and count <= n and (codec > 1 or not data))
+    listed = count if codec == 4 else n - count
+    if codec >= 3:
+        declared = zstandard.frame_content_size(data) if data else -1
+        need(declared == -(-n // 8) if codec == 3 else 0 <= declared <= 5 * listed)
+        data = zstandard.ZstdDecompressor().decompress(data, max_output_size=declared, allow_extra_data=False)
+    if codec <= 1:
+        chosen = np.full(n, codec == 1)
+    elif codec <= 3:
+        need(len(data) == -(-n // 8))
+        bits = [byte >> i & 1 for byte in data for i in range(8)]
+        need(not any(bits[n:]))
+        chosen = np.array(bits[:n], bool)
+    else:
+        chosen, entry, at = np.full(n, codec == 5), -1, 0
+        for _ in range(listed):
+            gap, length = 0, 0
+            while True:
+                need(at < len(data) and length < 5)
+                byte, at, length = data[at], at + 1, length + 1
+                gap |= (byte & 127) << 7 * (length - 1)
+                if byte < 128:
+                    break
+            entry += gap + 1
+            need(entry < n)
+            chosen[entry] = codec == 4
+        need(at == len(data))
+    need(int(chosen.sum()) == count)
+    return chosen
+
+
+# --- against ours -----------------------------------------------------------------------------------------
+
+
+def read_like(data: bytes, body: wire.Body):
+    """Read a message with the decoder above, knowing what the receiver of `body` knows."""
+    mask = None if body.sends_mask else body.shared.mask.numpy()
+    kind = wire.PACKAGE if body.sends_mask else wire.UPLOAD
+    return read(data, ours.RUN, ours.LAYOUT, body.update.size, body.statistics.numel(), kind, mask)
+
+
+def assert_read_alike(data: bytes, body: wire.Body) -> None:
+    header, mask, positions, values, statistics = read_like(data, body)
+    found, decoded = wire.decode(data, ours.expected(body))
+    for name in ("kind", "run", "layout", "round", "version", "base_hash", "hash", "weight", "loss", "samples"):
+        assert header[name] == getattr(found, name), name
+    assert (None if header["base"] == 0xFFFFFFFF else header["base"]) == found.base
+    assert bool(header["flags"]) == found.accepted
+    assert np.array_equal(mask, decoded.shared.mask.numpy())
+    assert np.array_equal(positions, decoded.update.positions.numpy())
+    assert values.tobytes() == decoded.update.values.numpy().tobytes()  # bits: NaN included
+    assert statistics.tobytes() == decoded.statistics.numpy().tobytes()
+
+
+def test_the_tables_of_the_page_are_complete() -> None:
+    for rows, size in ((HEADER, wire.HEADER_BYTES), (SECTION, 16)):
+        ends = [at + length for at, length, _, _ in rows]
+        assert [at for at, _, _, _ in rows] == [0, *ends[:-1]] and ends[-1] == size
+
+
+@pytest.mark.parametrize("name", ours.EXAMPLES)
+def test_golden_files(name) -> None:
+    data = (ours.GOLDEN / f"{name}.bin").read_bytes()
+    assert_read_alike(data, ours.EXAMPLES[name][0])
+
+
+@pytest.mark.parametrize("sends_mask", [True, False], ids=["package", "upload"])
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "absolute"])
+@pytest.mark.parametrize(
+    ("codec", "size", "share"),
+    [(0, 100, 0), (1, 100, 1), (2, 20, 0.5), (3, 9000, 0.2), (4, 9000, 0.001), (5, 9000, 0.999)],
+)
+def test_every_codec(codec, size, share, beside, sends_mask) -> None:
+    some = ours.mask_of(size, share, 0)
+    mask = torch.zeros(3 * size, dtype=torch.bool)
+    mask[::3] = beside
+    chosen = mask.clone()
+    if beside:  # the same set, among the positions outside the mask
+        chosen[~mask] = torch.cat([some, some])
+    else:
+        chosen = torch.cat([some, some, some])
+    body = ours.body_of(chosen, mask, sends_mask=sends_mask)
+    everything = codec == 1  # all positions are written by themselves, whatever the mask
+    assert body.positions[1].codec == codec
+    assert body.positions[0] == (ours.BESIDE_MASK if beside and not everything else ours.ABSOLUTE)
+    assert_read_alike(ours.encoded(body), body)
+
+
+@given(ours.bodies())
+def test_any_message(body) -> None:
+    assert_read_alike(ours.encoded(body, base=None, loss=0.5), body)
+
+
+@pytest.mark.parametrize("body", [ours.SMALL, ours.SMALL_UPLOAD, ours.SPARSE], ids=["package", "upload", "zstd"])
+def test_both_refuse_the_same(body) -> None:
+    data = ours.encoded(body)
+    inside = data[wire.HEADER_BYTES :]
+    variants = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(wire.HEADER_BYTES)]
+    variants += [
+        ours.with_body(data, inside[:at] + bytes([new]) + inside[at + 1 :])
+        for at in range(len(inside))
+        for new in (0, 1, 2, 5, 6, 0xFF)
+    ]
+    variants += [ours.with_body(data, inside[:at]) for at in range(len(inside))] + [ours.with_body(data, inside + b"x")]
+    refused = 0
+    for variant in variants:
+        try:
+            wire.decode(variant, ours.expected(body))
+        except WireError:
+            refused += 1
+            with pytest.raises((ValueError, zstandard.ZstdError)):
+                read_like(variant, body)
+        else:
+            assert_read_alike(variant, body)
+    assert refused > len(inside)
+
+
+def test_hashes_of_the_page() -> None:
+    weights, statistics = torch.tensor([1.0, -2.0]), torch.tensor([0.5])
+    digest = hashlib.blake2b(np.array([1, -2, 0.5], "<f4").tobytes(), digest_size=8).hexdigest()
+    assert wire.replica_hash(weights, statistics).hex() == digest and f"`{digest}`" in PAGE
+
+    from gluefl.layout import Layout
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    text = re.search(r"```json\n(.*?)\n```", PAGE, re.DOTALL)[1]
+    assert Layout.of(module).fingerprint.hex() == hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert f"`{Layout.of(module).fingerprint.hex()}`" in PAGE
+
+
+def test_the_example_of_the_page() -> None:
+    listing = PAGE.split("## An example")[1].split("```")[1]
+    found = [re.match(r"(?:[0-9a-f]{2}(?: |$)+)+", line) for line in listing.splitlines() if "…" not in line[:40]]
+    shown = b"".join(bytes.fromhex(line[0]) for line in found if line)
+    golden = (ours.GOLDEN / "package-beside-mask.bin").read_bytes()
+    values = 104 + 2 * (16 + 5) + 16  # where the values begin; the page leaves most of them out
+    assert shown == golden[:values] + golden[values + 13 * 4 :]
