@@ -80,12 +80,14 @@ class Node:
 class Grid:
     """What `GlueFLStrategy` uses of Flower's grid."""
 
-    def __init__(self, nodes: list[Node]) -> None:
+    def __init__(self, nodes: list[Node], first_id: int = 100) -> None:
         self.nodes, self.replies, self.polls = nodes, [], 0  # replies: (ready at poll, message)
+        self.first_id = first_id
         self.pushed: list[Message] = []
 
     def get_nodes(self) -> list[Info]:
-        return [Info(100 + n.place, f"{n.place:04d}", bytes([n.place + 1]) * 32) for n in self.nodes if n.online]
+        first = self.first_id
+        return [Info(first + n.place, f"{n.place:04d}", bytes([n.place + 1]) * 32) for n in self.nodes if n.online]
 
     def push_messages(self, messages: Any) -> list[str]:
         ids = []
@@ -93,7 +95,7 @@ class Grid:
             message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
             ids.append(message.metadata.message_id)
             self.pushed.append(message)
-            node = self.nodes[message.metadata.dst_node_id - 100]
+            node = self.nodes[message.metadata.dst_node_id - self.first_id]
             round = int(message.metadata.group_id)
             node.inbox.append(message)
             found = node.meddle(round, node.handle(message))

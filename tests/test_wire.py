@@ -311,10 +311,12 @@ def test_bits_beyond_the_end_of_a_bitmap_are_refused() -> None:
 
 
 def example(step, mask_step, size=40, sends_mask=True) -> wire.Body:
-    """Every `step`-th position and a mask of every `mask_step`-th; no generator that may change."""
+    """Every `step`-th position and a mask of every `mask_step`-th, 0 for none; no generator that may change."""
     at = torch.arange(size)
     update = Sparse.where(at % step == 1 % step, (at - 20) / 8)
-    return wire.Body(update, torch.tensor([0.5, -3.0]), wire.Shared(at % mask_step == 1), sends_mask)
+    return wire.Body(
+        update, torch.tensor([0.5, -3.0]), wire.Shared(at % mask_step == 1 if mask_step else at < 0), sends_mask
+    )
 
 
 HASHES = {"base_hash": b"basebase", "hash": b"hashhash"}
@@ -323,7 +325,7 @@ EXAMPLES = {
     "package-beside-mask": (example(3, 9), {"weight": 0.125, "accepted": False, **HASHES}),
     "package-crossing-mask": (example(3, 10), {"round": 2**31, "version": 2**32 - 2}),
     "upload-beside-mask": (example(3, 9, sends_mask=False), {"weight": 0.125, "loss": 1.5, "samples": 200}),
-    "upload-no-mask": (example(7, 10**6, sends_mask=False), {"loss": 0.25}),
+    "upload-no-mask": (example(7, 0, sends_mask=False), {"loss": 0.25}),
     "package-zstd": (example(100, 5, size=4000), {}),
 }
 

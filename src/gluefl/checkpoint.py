@@ -111,8 +111,13 @@ def exists(folder: Path) -> bool:
 
 def _take_apart(state: Any) -> tuple[dict[str, Tensor], dict[str, float | int | None]]:
     """A strategy's state as tensors and numbers; the space is known without it."""
-    if not is_dataclass(state) or isinstance(state, Space):
+    if isinstance(state, Space) or state is None:
         return {}, {}
+    if not is_dataclass(state):
+        raise GlueFLError(
+            f"the strategy's state is a {type(state).__name__}; a checkpoint holds a frozen dataclass of tensors and "
+            "numbers, a Space, or None."
+        )
     values = {field.name: getattr(state, field.name) for field in fields(state)}
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     return tensors, {n: v for n, v in values.items() if n not in tensors and not isinstance(v, Space)}

@@ -1,6 +1,7 @@
 """The command line. Heavy imports happen inside the commands, so that `gluefl --help` answers at once."""
 
 import contextlib
+import functools
 import json
 import sys
 import time
@@ -41,15 +42,25 @@ def main() -> None:
 
 
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that every run takes."""
+    """The options that every run takes; the two short ones stand for a `--set`."""
+
+    @functools.wraps(command)
+    def invoked(*args: Any, sets: tuple[str, ...], skip_broken: bool, trainer: str | None, **rest: Any) -> Any:
+        short = ["population.skip_broken=true"] if skip_broken else []
+        short += [f"training.trainer={trainer}"] if trainer else []
+        return command(*args, sets=(*sets, *short), **rest)
+
+    decorated: Callable[..., Any] = invoked
     for option in (
+        click.option("--skip-broken", is_flag=True, help="Leave broken samples out, and count them."),
+        click.option("--trainer", help="auto, loop, workers, dense or stacked."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output."),
         click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, …"),
         click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a configuration key."),
         click.option("--out", type=click.Path(path_type=Path), help="Folder for the results."),
     ):
-        command = option(command)
-    return command
+        decorated = option(decorated)
+    return decorated
 
 
 tracked = click.option("--track", type=click.Choice(["tensorboard"]), help="Write every round for TensorBoard too.")

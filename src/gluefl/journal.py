@@ -82,10 +82,13 @@ def summarise(lines: Sequence[Line], target: float | None, average: int, model_b
         values = [line[key] for line in counted]
         return None if not values or None in values else sum(values)
 
+    test_loss = next((line["test_loss"] for line in reversed(counted) if line.get("test_loss") is not None), None)
     invitations = sum(line["invited"] for line in counted)
     return {
         "rounds": len(lines),
         "accuracy": mean_accuracy(counted, average),
+        "test_loss": test_loss,
+        "perplexity": math.exp(min(test_loss, 700.0)) if test_loss is not None else None,  # e^loss, for text
         "target": target,
         "reached_round": reached,
         "down_bytes": total("down_bytes"),

@@ -1,5 +1,6 @@
 """From a configuration to a run: builds the parts a `Config` names and hands them to `train`."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def run(
         config.population.seed,
         **(config.population.model_extra or {}),
     )
+    if skipped := getattr(population, "skipped", 0):
+        print(f"{skipped} broken samples of {config.population.name} are left out", file=sys.stderr)
     settings = config.training.model_dump(exclude={"trainer"})
     return train(
         model=build_model(config, population.classes, population.shape),

@@ -18,7 +18,7 @@ class Ledger:
     changed_at: Tensor  # int32, one entry per coordinate
     version: int = 0
     held: Mapping[int, int] = field(default_factory=dict)  # client → version; absent: never synchronised
-    unused: frozenset[int] = frozenset()  # clients whose last invitation came to nothing
+    unused: frozenset[int] = frozenset()  # clients whose last upload, finished or not, was not used
 
     @classmethod
     def init(cls, size: int, device: torch.device | str = "cpu") -> "Ledger":

@@ -1,6 +1,7 @@
 """A client's copy of the model: what it holds, and how a package brings it to the next version."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ class Replica:
     statistics: Tensor
     version: int | None = None
 
-    @property
+    @cached_property
     def hash(self) -> bytes:
         """What the client reports, so that the server sees whether both hold the same."""
         return wire.replica_hash(self.weights, self.statistics) if self.version is not None else wire.NO_HASH

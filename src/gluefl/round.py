@@ -126,7 +126,7 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     holders = [c for c, trip in trips.items() if trip.downloaded and c not in line.stopped]
     for client in holders:
         f.channel.deliver(client, parcels[client])
-    unused = trips.keys() - up_bytes.keys()
+    unused = [client for client in holders if client not in up_bytes]  # who never got so far had nothing to send
     return publish(f, state, round, line.clock_s, aggregated, holders, up_bytes, unused), line
 
 

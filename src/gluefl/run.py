@@ -157,6 +157,7 @@ def train(
         raise GlueFLError(f"interrupted after round {state.round} of {rounds}.{hint}")
 
     summary = _summary(federation, journal, strategy, seed, target, average)
+    summary |= {"trainer": type(trainer).__name__.lower(), "client_accuracy": None}
     if client_percentiles:
         summary["client_accuracy"] = _percentiles(evaluator, state, population, client_percentiles, seed)
     named = layout.state_dict(module, state.weights, state.statistics)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -227,6 +227,3 @@ def _group(name: str, clients: list[int], quota: int, factor: float | None, pool
     # Equal weights are 1/K whatever the importance of a client.
     weights = [1 / max(total, 1) if factor is None else factor * pool.importance(i) for i in clients]
     return Group(name, tuple(clients), quota, tuple(weights))
-
-
-SAMPLERS: dict[str, Any] = {"uniform": Uniform, "sticky": Sticky}

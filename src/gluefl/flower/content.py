@@ -85,8 +85,8 @@ def is_ours(message: Message) -> bool:
 
 
 def digest(data: bytes) -> str:
-    """A name for an upload, by which the server says which one it used."""
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    """A name for an upload, by which the server says which one it used. The header holds the body's checksum."""
+    return hashlib.blake2b(data[: wire.HEADER_BYTES], digest_size=8).hexdigest()
 
 
 def to_array(data: bytes) -> Array:

@@ -1,20 +1,19 @@
 """What a node keeps on its own disk: its replica of the model, and what it did not send yet.
 
-Every file is written beside the old one and switched to in one step; it carries the hash of what it holds. A file
+Every file is written beside the old one and switched to in one step; it carries a hash or a checksum. A file
 that was damaged counts as lost: the server then sends the whole model, and the residual starts from nothing.
 """
 
 import os
 import shutil
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gluefl import wire
 from gluefl.errors import WireError
 from gluefl.flower.arrays import Table
 from gluefl.replica import Replica
@@ -42,64 +41,65 @@ class Device:
 
     def replica(self) -> tuple[Replica, Table] | None:
         """The model this node holds and what its parts are called, None if it holds none."""
-        found = _load(self.folder / "replica.safetensors")
-        if found is None:
-            return None
-        tensors, notes = found
+        tensors, notes = _load(self.folder / "replica.safetensors")
         try:
             table = Table.from_json(notes["table"])
             replica = Replica(tensors["weights"], tensors["statistics"], int(notes["version"]))
         except (KeyError, ValueError, WireError):
             return None
-        fits = (replica.weights.numel(), replica.statistics.numel()) == (
-            table.layout.size,
-            table.layout.statistics_size,
-        )
-        return (replica, table) if fits else None
+        sizes = replica.weights.numel(), replica.statistics.numel()
+        fits = sizes == (table.layout.size, table.layout.statistics_size)
+        return (replica, table) if fits and replica.hash.hex() == notes.get("hash") else None
 
     def keep(self, replica: Replica, table: Table) -> None:
         """Hold this version from now on."""
         tensors = {"weights": replica.weights, "statistics": replica.statistics}
-        notes = {"version": str(replica.version), "table": table.to_json()}
+        notes = {"version": str(replica.version), "table": table.to_json(), "hash": replica.hash.hex()}
         _save(self.folder / "replica.safetensors", tensors, notes)
 
     def settle(self, accepted: str | None) -> Tensor | None:
         """Commit what the last upload left over if that is the one that was used, else drop it; what is left now."""
         pending, residual = self.folder / "pending.safetensors", self.folder / "residual.safetensors"
-        found = _load(pending)
-        if found is not None and accepted is not None and found[1].get("upload") == accepted:
+        if accepted is not None and _notes(pending).get("upload") == accepted:
             os.replace(pending, residual)
-        elif pending.exists():
-            pending.unlink()
-        committed = _load(residual)
-        return committed[0].get("residual") if committed else None
+        pending.unlink(missing_ok=True)
+        tensors, notes = _load(residual)
+        left_over = tensors.get("residual")
+        return left_over if left_over is not None and notes.get("checksum") == _checksum(left_over) else None
 
     def leave(self, round: int, upload: str, residual: Tensor) -> None:
         """What an upload leaves over: it counts once the server says that this upload was used."""
-        found = _load(self.folder / "pending.safetensors")
-        if found is not None and int(found[1].get("round", -1)) > round:
+        path = self.folder / "pending.safetensors"
+        if int(_notes(path).get("round", -1)) > round:
             return  # a straggler of an older round has just ended
-        _save(self.folder / "pending.safetensors", {"residual": residual}, {"round": str(round), "upload": upload})
+        _save(path, {"residual": residual}, {"round": str(round), "upload": upload, "checksum": _checksum(residual)})
 
 
 def _save(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
     temporary = path.with_suffix(".tmp")
-    save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, {**notes, "hash": _hash(tensors)})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, notes)
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
-def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-            notes = dict(file.metadata() or {})
+            return tensors, dict(file.metadata() or {})
     except (OSError, SafetensorError):
-        return None
-    return (tensors, notes) if notes.get("hash") == _hash(tensors) else None
+        return {}, {}
 
 
-def _hash(tensors: dict[str, Tensor]) -> str:
-    first, second = (tensors.get(name, torch.zeros(0)) for name in ("weights", "statistics"))
-    return wire.replica_hash(tensors.get("residual", first), second).hex()
+def _notes(path: Path) -> dict[str, str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError):
+        return {}
+
+
+def _checksum(values: Tensor) -> str:
+    # Against damage, not against forgery: the device is the node's own.
+    return f"{zlib.crc32(values.contiguous().numpy().data):08x}"
