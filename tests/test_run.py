@@ -108,20 +108,28 @@ class Backwards:
 
 @pytest.fixture
 def backwards(monkeypatch):
-    outcomes: list = []
-    monkeypatch.setattr(
-        run_module,
-        "choose",
-        lambda name, *parts: Backwards(Loop(*parts[:2], parts[2].transform, parts[3]), outcomes),
-    )
-    return outcomes
+    """Called, it makes every later run of the test train its clients in reverse."""
+
+    def begin() -> list:
+        outcomes: list = []
+        monkeypatch.setattr(
+            run_module,
+            "choose",
+            lambda name, *parts: Backwards(Loop(*parts[:2], parts[2].transform, parts[3]), outcomes),
+        )
+        return outcomes
+
+    return begin
 
 
 @every_strategy
 def test_the_order_of_training_changes_nothing(name, undisturbed, backwards, tmp_path) -> None:
+    expected = undisturbed(name)
+    outcomes = backwards()
     small_run(out=tmp_path / "run", **STRATEGIES[name])
-    assert written(tmp_path / "run") == undisturbed(name)
-    clients = [outcome.client for outcome in backwards[0]]
+    lines, summary, model = written(tmp_path / "run")
+    assert (lines, summary | {"trainer": "loop"}, model) == expected
+    clients = [outcome.client for outcome in outcomes[0]]
     assert len(clients) > 1 and clients == sorted(clients, reverse=True)
 
 
@@ -150,9 +158,10 @@ def test_batches_are_full_and_every_sample_comes_once_a_pass(samples, batch, ste
 
 
 def test_statistics_are_the_plain_mean_of_the_used_clients(backwards) -> None:
+    everything = backwards()
     seen = []
     result = small_run(callbacks=[lambda line, state: seen.append(state.statistics) and False], rounds=5)
-    for outcomes, statistics in zip(backwards, seen, strict=True):
+    for outcomes, statistics in zip(everything, seen, strict=True):
         in_order = sorted(outcomes, key=lambda outcome: outcome.client)
         assert torch.equal(statistics, torch.stack([outcome.statistics for outcome in in_order]).mean(0))
     assert torch.equal(result.module[1].running_mean, seen[-1][:8])

@@ -22,6 +22,8 @@ from typing import Any
 
 from safetensors import safe_open
 
+from gluefl import wire
+
 ROOT = Path(__file__).parents[1]
 APP = ROOT / "examples" / "flower-quickstart"
 
@@ -126,8 +128,9 @@ class Loopback:
         for node in range(self.nodes):
             for path in self.work.glob(f"device-{node}/*/node-*/replica.safetensors"):
                 with safe_open(path, framework="pt") as file:
-                    notes = file.metadata()
-                found[node] = int(notes["version"]), notes["hash"]
+                    version = int(file.metadata()["version"])
+                    hash_ = wire.replica_hash(file.get_tensor("weights"), file.get_tensor("statistics"))
+                found[node] = version, hash_.hex()
         return found
 
     def wrong_replicas(self) -> list[int]:
