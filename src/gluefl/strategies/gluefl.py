@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gluefl.selection import Sparse, count, counts, top
+from gluefl.selection import Sparse, count, count_true, counts, top
 from gluefl.strategies import Space, Task, Upload, weighted_sum
 from gluefl.strategies.compensation import Compensation, compensate, remember
 
@@ -66,7 +66,7 @@ class GlueFL:
         """top_{q−q_shr}(¬M ⊙ Δ): what the mask leaves of the budget, so the whole of it when M is empty."""
         segments = space.segments(self.scope)
         keep = [
-            max(1, count(self.q, segment.numel())) - int(torch.count_nonzero(segment))
+            max(1, count(self.q, segment.numel())) - count_true(segment)
             for segment in torch.split(mask, list(segments))
         ]
         return top(vector, keep, segments, round, among=~mask)

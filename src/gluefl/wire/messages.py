@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gluefl.errors import WireError
-from gluefl.selection import Sparse, positions_of
+from gluefl.selection import Sparse, count_true, positions_of
 from gluefl.wire.positions import Packed, pack, unpack
 
 MAGIC = b"GLUE"
@@ -88,7 +88,7 @@ class Body:
         if update.positions.numel() == update.size:
             return ABSOLUTE, Packed(1, update.size, b"")
         mask = update.mask()
-        inside = int(torch.count_nonzero(mask & self.shared.mask))
+        inside = count_true(mask & self.shared.mask)
         if self.shared.packed.count and inside == self.shared.packed.count:
             return BESIDE_MASK, pack(mask.index_select(0, self.shared.outside))
         return ABSOLUTE, pack(mask)

@@ -12,7 +12,7 @@ import zstandard
 from torch import Tensor
 
 from gluefl.errors import WireError
-from gluefl.selection import positions_of
+from gluefl.selection import count_true, positions_of
 
 NOTHING, EVERYTHING, BITMAP, BITMAP_ZSTD, GAPS_ZSTD, ABSENT_GAPS_ZSTD = range(6)
 CODECS = ("nothing", "everything", "bitmap", "bitmap+zstd", "gaps+zstd", "gaps of the absent+zstd")
@@ -33,7 +33,7 @@ class Packed:
 
 def pack(mask: Tensor) -> Packed:
     """Encode the positions at which a mask holds."""
-    size, count = mask.numel(), int(torch.count_nonzero(mask))
+    size, count = mask.numel(), count_true(mask)
     if count == 0:
         return Packed(NOTHING, 0, b"")
     if count == size:
