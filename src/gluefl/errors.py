@@ -1,5 +1,14 @@
 """The errors a person can cause. The command line prints them as one message, never as a traceback."""
 
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What somebody who wrote `word` may have meant, as the end of a message; nothing if nothing is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
 
 class GlueFLError(Exception):
     """Something went wrong that the message explains: what was found, what was needed, what to do."""

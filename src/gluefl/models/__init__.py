@@ -2,13 +2,12 @@
 client: no state outside parameters and buffers, no branch on data, nothing random in the forward pass.
 A module that cannot be stacked says so with `stackable = False` (only `char_lstm` with its fused LSTM)."""
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import nn
 
-from gluefl.errors import UsageError
+from gluefl.errors import UsageError, nearest
 from gluefl.models import char_lstm, mobilenet, resnet, shufflenet, small
 
 NAMES: dict[str, Callable[..., nn.Module]] = {
@@ -33,12 +32,12 @@ def build(name: str, classes: int = 62, channels: int = 3, **options: object) ->
     can be repeated.
     """
     if name not in NAMES:
-        raise UsageError(f"unknown model {name!r}{_nearest(name, NAMES)}. Known models: {', '.join(NAMES)}")
+        raise UsageError(f"unknown model {name!r}{nearest(name, NAMES)}. Known models: {', '.join(NAMES)}")
     known = option_names(name)
     for option in options:
         if option not in known:
             has = f"It takes: {', '.join(known)}" if known else "It takes none"
-            raise UsageError(f"model {name!r} has no option {option!r}{_nearest(option, known)}. {has}")
+            raise UsageError(f"model {name!r} has no option {option!r}{nearest(option, known)}. {has}")
     for label, count in (("classes", classes), ("channels", channels)):
         if not isinstance(count, int) or count < 1:
             raise UsageError(f"model {name!r} needs {label} to be a whole number from 1 up, found {count!r}")
@@ -48,8 +47,3 @@ def build(name: str, classes: int = 62, channels: int = 3, **options: object) ->
 def option_names(name: str) -> tuple[str, ...]:
     """What a model takes besides classes and channels: `option_names("mlp")` is `("side", "hidden")`."""
     return tuple(inspect.signature(NAMES[name]).parameters)[2:]
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,15 +1,13 @@
 """Who owns which data: a population is a number of clients and the samples each of them holds."""
 
-import difflib
 import importlib
 import inspect
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from gluefl.errors import UsageError
+from gluefl.errors import UsageError, nearest
 
 
 @dataclass(frozen=True)
@@ -83,14 +81,14 @@ def build(name: str, clients: int | None = None, seed: int = 0, **options: objec
     `clients` is their number: as many as are made, or the first so many of those the data have.
     """
     if name not in LOADERS:
-        raise UsageError(f"unknown population {name!r}{_nearest(name, LOADERS)}. Known: {', '.join(LOADERS)}")
+        raise UsageError(f"unknown population {name!r}{nearest(name, LOADERS)}. Known: {', '.join(LOADERS)}")
     module, _, attribute = LOADERS[name].partition(":")
     loader = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
     known = inspect.signature(loader).parameters
     for option, value in options.items():
         if option not in known:
             raise UsageError(
-                f"population {name!r} has no option {option!r}{_nearest(option, known)}. It takes: {', '.join(known)}"
+                f"population {name!r} has no option {option!r}{nearest(option, known)}. It takes: {', '.join(known)}"
             )
         _check_type(name, option, value, known[option].default)
     if clients is not None:
@@ -108,8 +106,3 @@ def _check_type(population: str, option: str, value: object, default: object) ->
     if not isinstance(value, wanted) or (isinstance(value, bool) and not isinstance(default, bool)):
         needed = "a number" if isinstance(default, float) else f"a {type(default).__name__} like {default!r}"
         raise UsageError(f"population {population!r}: {option} must be {needed}, found {value!r}")
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
