@@ -1,6 +1,7 @@
 """The command line. Heavy imports happen inside the commands, so that `gluefl --help` answers at once."""
 
 import contextlib
+import errno
 import functools
 import json
 import sys
@@ -31,7 +32,9 @@ class Program(click.Group):
         except BrokenPipeError:
             ctx.exit(1)
         except OSError as error:
-            click.echo(f"gluefl: {error.filename or ''}: {error.strerror or error}", err=True)
+            where = f"{error.filename}: " if error.filename else ""
+            hint = ". Free some space and go on with --resume" if error.errno == errno.ENOSPC else ""
+            click.echo(f"gluefl: {where}{error.strerror or error}{hint}.", err=True)
             ctx.exit(1)
 
 
