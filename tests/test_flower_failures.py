@@ -94,7 +94,10 @@ def corrupt(data: bytes) -> bytes:
 
 def with_nan(data: bytes) -> bytes:
     return _rebuilt(
-        data, lambda body: replace(body, update=replace(body.update, values=body.update.values * torch.nan))
+        data,
+        lambda body: replace(
+            body, update=Sparse(body.update.positions, body.update.values * torch.nan, body.update.size)
+        ),
     )
 
 

@@ -146,3 +146,21 @@ def test_half_precision_of_nothing_is_nothing() -> None:
     store = Residuals(SIZE, half=True)
     store[0] = torch.zeros(SIZE)
     assert torch.equal(store.get(0), torch.zeros(SIZE))
+
+
+@pytest.mark.gpu
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=40), st.integers(0, 3), st.integers(0, 3))
+def test_a_store_is_a_map_over_gpu_ram_and_disk(steps, on_device, in_memory) -> None:
+    record = 8 + 4 * SIZE
+    store, plain = Residuals(SIZE, memory_bytes=in_memory * record, device_bytes=on_device * record), {}
+    for version, (client, writes) in enumerate(steps):
+        if writes:
+            plain[client] = vector(client, version)
+            store[client] = plain[client].cuda()
+        found = store.get(client, "cuda")
+        assert (found is None) == (client not in plain)
+        if found is not None:
+            assert found.is_cuda and torch.equal(found.cpu(), plain[client])
+    saved = store.checkpoint()
+    store.restore(saved)
+    assert all(torch.equal(store.get(client), expected) for client, expected in plain.items())

@@ -185,3 +185,62 @@ def test_what_is_dense():
     assert dense_layers(models.build("leaf_cnn", classes=10, channels=1)) is None
     nested = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()), torch.nn.Linear(3, 2))
     assert [name for name, _ in dense_layers(nested)] == ["0.0", "0.1", "1"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_for_many_clients_are_used_and_captured(name):
+    module = models.build(name, classes=10, channels=1).cuda()
+    layout = Layout.of(module)
+    trainer = Stacked(module, layout, lambda x: x, cross_entropy)
+    work = jobs(STEPS[torch.float32], 28 if name in SHALLOW else 32, torch.float32, CUDA, False)
+    first, second = (
+        list(trainer.train(*layout.flatten(module), work, STEPS[torch.float32], 0.01, None)) for _ in range(2)
+    )
+    assert trainer._many is not None and all(stack.graph is not None for stack in trainer._stacks.values())
+    assert all(torch.equal(a.delta, b.delta) for a, b in zip(first, second)), "two rounds alike, two results"
+
+
+class Odd(torch.nn.Module):
+    """Looks at its whole batch, which is not the batch of one client when all are stacked."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(784, 10)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.linear(x - x.mean(0)) * x.std()
+
+
+@pytest.mark.gpu
+def test_a_module_that_mixes_its_samples_is_trained_by_vmap():
+    module = Odd().cuda().double()
+    layout = Layout.of(module, torch.float64)
+    work = jobs(PLAIN, 28, torch.float64, CUDA, uneven=False)
+    arguments = (*layout.flatten(module), work, PLAIN, 0.01, None)
+    trainer = Stacked(module, layout, lambda x: x, cross_entropy)
+    with pytest.warns(UserWarning, match="trained by vmap"):
+        found = list(trainer.train(*arguments))
+    for a, b in zip(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments), found):
+        torch.testing.assert_close(a.delta, b.delta, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.gpu
+def test_every_kind_of_layer_for_many_clients():
+    nn = torch.nn
+    module = nn.Sequential(
+        nn.Conv2d(1, 6, 5, stride=2, padding=1), nn.GroupNorm(3, 6), nn.ReLU(),
+        nn.Conv2d(6, 18, 3, dilation=2, bias=False), nn.BatchNorm2d(18, momentum=0.3), nn.ReLU(),
+        nn.Conv2d(18, 18, 3, padding=1, groups=18, bias=False), nn.Conv2d(18, 7, 1, stride=2), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(28, 12), nn.BatchNorm1d(12, track_running_stats=False), nn.Linear(12, 10),
+    ).cuda().double()  # fmt: skip
+    layout = Layout.of(module, torch.float64)
+    work = jobs(FULL, 28, torch.float64, CUDA, uneven=True)
+    arguments = (*layout.flatten(module), work, FULL, 0.01, None)
+    trainer = Stacked(module, layout, lambda x: x, cross_entropy)
+    found = list(trainer.train(*arguments))
+    assert trainer._many is not None
+    for a, b in zip(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments), found):
+        assert torch.linalg.norm(a.delta - b.delta) <= 1e-9 * torch.linalg.norm(a.delta)
+        torch.testing.assert_close(a.statistics, b.statistics, rtol=1e-9, atol=1e-12)

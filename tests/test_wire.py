@@ -342,3 +342,11 @@ def test_golden_files(name) -> None:
     assert_same(found, body)
     if "zstd" not in name:  # what zstd writes may change with its version, what it means does not
         assert encoded(body, **fields) == path.read_bytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 8, 77, 1000, 4099])
+@pytest.mark.parametrize("density", [0.0, 0.002, 0.05, 0.5, 0.97, 0.999, 1.0])
+def test_positions_are_packed_alike_on_a_gpu(size, density) -> None:
+    mask = torch.from_numpy(np.random.default_rng(size).random(size) < density)
+    assert positions.pack(mask.cuda()) == positions.pack(mask)

@@ -71,6 +71,7 @@ class Training(Table):
     lr_decay_every: Count = 10
     lr_min: NonNegative = 0.0
     trainer: str = "auto"
+    tf32: bool | None = None  # on a GPU; allowed if it is not said
 
     @model_validator(mode="after")
     def _one_length(self) -> "Training":

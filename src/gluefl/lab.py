@@ -24,6 +24,7 @@ def run(
     device: str = "cpu",
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
+    checkpoint_at_end: bool = True,
 ) -> Result:
     """Carry out a configuration; everything it says is checked before anything is written."""
     population = populations.build(
@@ -34,7 +35,7 @@ def run(
     )
     if skipped := getattr(population, "skipped", 0):
         print(f"{skipped} broken samples of {config.population.name} are left out", file=sys.stderr)
-    settings = config.training.model_dump(exclude={"trainer"})
+    settings = config.training.model_dump(exclude={"trainer", "tf32"})
     return train(
         model=build_model(config, population.classes, population.shape),
         population=population,
@@ -65,8 +66,10 @@ def run(
         options=Options(
             device=device,
             trainer=config.training.trainer,
+            tf32=config.training.tf32 is not False,
             encode=config.wire.encode,
             checkpoint_every=config.checkpoint.every,
+            checkpoint_at_end=checkpoint_at_end,
             residual_memory_bytes=int(config.residuals.memory_gb * 10**9),
             residual_half=config.residuals.half,
         ),

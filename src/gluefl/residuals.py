@@ -1,4 +1,4 @@
-"""The clients' memories of what they did not send: in RAM up to a budget, then in an append-only file.
+"""The clients' memories of what they did not send: on the GPU up to a budget, in RAM up to another, then in a file.
 
 2800 clients of 5.5M parameters are 61 GB. A checkpoint therefore never rewrites them: it appends what changed
 since the last one, and notes where everything lies and how long the file is. What is appended after a checkpoint
@@ -27,11 +27,20 @@ class Residuals:
     >>> residuals.get(7)
     """
 
-    def __init__(self, size: int, folder: Path | None = None, memory_bytes: int = 2 * 10**9, half: bool = False):
-        self.size, self.memory_bytes, self.half = size, memory_bytes, half
+    def __init__(
+        self,
+        size: int,
+        folder: Path | None = None,
+        memory_bytes: int = 2 * 10**9,
+        half: bool = False,
+        device_bytes: int = 0,
+    ):
+        self.size, self.memory_bytes, self.half, self.device_bytes = size, memory_bytes, half, device_bytes
         self._temporary = tempfile.TemporaryDirectory(prefix="gluefl-residuals-") if folder is None else None
         self.folder = Path(self._temporary.name) if self._temporary else Path(folder or ".")
-        self._vectors: OrderedDict[int, tuple[float, Tensor]] = OrderedDict()  # least recently used first
+        # Least recently used first: on a GPU, where they were made there, and in RAM.
+        self._near: OrderedDict[int, tuple[float, Tensor]] = OrderedDict()
+        self._vectors: OrderedDict[int, tuple[float, Tensor]] = OrderedDict()
         self._unsaved: set[int] = set()
         self._offsets: dict[int, int] = {}
         self._generation, self._length = 0, 0
@@ -42,20 +51,21 @@ class Residuals:
         return 8 + self.size * (2 if self.half else 4)
 
     def __contains__(self, client: int) -> bool:
-        return client in self._vectors or client in self._offsets
+        return client in self._near or client in self._vectors or client in self._offsets
 
     def __len__(self) -> int:
-        return len(self._vectors.keys() | self._offsets.keys())
+        return len(self._near.keys() | self._vectors.keys() | self._offsets.keys())
 
     def get(self, client: int, device: torch.device | str = "cpu") -> Tensor | None:
         """A client's vector, None if it has none."""
         if client not in self:
             return None
-        if client not in self._vectors:
+        if client not in self._near and client not in self._vectors:
             self._vectors[client] = self._read(client)
-        self._vectors.move_to_end(client)
-        scale, vector = self._vectors[client]
-        found = vector.to(device=device, dtype=torch.float32)
+        tier = self._near if client in self._near else self._vectors
+        tier.move_to_end(client)
+        scale, vector = tier[client]
+        found = vector.to(device=device, dtype=torch.float32, non_blocking=True)
         self._spill()
         return found * scale if self.half else found
 
@@ -64,8 +74,11 @@ class Residuals:
         if self.half:
             scale = float(vector.abs().max()) or 1.0
             vector = (vector / scale).half()
-        self._vectors[client] = (scale, vector)
-        self._vectors.move_to_end(client)
+        near = vector.is_cuda and self.device_bytes >= self.record_bytes
+        (self._vectors if near else self._near).pop(client, None)
+        tier = self._near if near else self._vectors
+        tier[client] = (scale, vector if near else _to_ram(vector))
+        tier.move_to_end(client)
         self._unsaved.add(client)
         self._spill()
 
@@ -86,6 +99,7 @@ class Residuals:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Go back to a checkpoint: what was appended after it is cut off."""
+        self._near.clear()
         self._vectors.clear()
         self._unsaved.clear()
         self._generation, self._length = saved["generation"], saved["length"]
@@ -107,7 +121,10 @@ class Residuals:
         return self.folder / f"residuals-{self._generation}.bin"
 
     def _spill(self) -> None:
-        # Least recently used first; what is on disk already is only forgotten.
+        while len(self._near) > 1 and len(self._near) * self.record_bytes > self.device_bytes:
+            client, (scale, vector) = self._near.popitem(last=False)
+            self._vectors[client] = (scale, _to_ram(vector))
+        # What is on disk already is only forgotten.
         while len(self._vectors) > 1 and len(self._vectors) * self.record_bytes > self.memory_bytes:
             client = next(iter(self._vectors))
             if client in self._unsaved:
@@ -116,7 +133,7 @@ class Residuals:
             del self._vectors[client]
 
     def _append(self, client: int) -> None:
-        scale, vector = self._vectors[client]
+        scale, vector = self._near[client] if client in self._near else self._vectors[client]
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self._path, "ab") as file:
             file.truncate(self._length)  # a record that was cut off by a crash is written over
@@ -155,3 +172,10 @@ class Residuals:
         if self._path.exists():
             with open(self._path, "rb") as file:
                 os.fsync(file.fileno())
+
+
+def _to_ram(vector: Tensor) -> Tensor:
+    if not vector.is_cuda:
+        return vector
+    pinned = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)  # copied back without a stop
+    return pinned.copy_(vector)

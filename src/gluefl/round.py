@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gluefl import wire
 from gluefl.channel import Channel, Parcel
+from gluefl.cores import beside
 from gluefl.errors import GlueFLError
 from gluefl.fleet import Devices, Trip
 from gluefl.layout import Layout
@@ -152,15 +153,17 @@ def packages(
     f: Federation, state: State, groups: Sequence[Group], shared: wire.Shared, round: int
 ) -> dict[int, Parcel]:
     """What every invited client downloads: one body for all who hold the same version."""
-    version, bodies = state.ledger.version, dict[int | None, wire.Body]()
+    version = state.ledger.version
     now = f.channel.hash(version, state.weights, state.statistics)
+    bodies = {}
+    for base in {state.ledger.base(client) for group in groups for client in group.clients}:
+        update = Sparse.view(state.ledger.missing(base), state.weights)
+        bodies[base] = wire.Body(update, state.statistics, shared, sends_mask=True)
+    encode_positions([*bodies.values()], shared)
     parcels = {}
     for group in groups:
         for client, weight in zip(group.clients, group.weights):
             base = state.ledger.base(client)
-            if base not in bodies:
-                update = Sparse.where(state.ledger.missing(base), state.weights)
-                bodies[base] = wire.Body(update, state.statistics, shared, sends_mask=True)
             header = wire.Header(
                 kind=wire.PACKAGE,
                 run=f.run,
@@ -174,6 +177,13 @@ def packages(
             )
             parcels[client] = f.channel.send(header, bodies[base])
     return parcels
+
+
+def encode_positions(bodies: Sequence[wire.Body], shared: wire.Shared) -> None:
+    """Encode the positions of many messages, on all cores."""
+    shared.prepare()
+    for encoded in [beside(wire.measure, body) for body in bodies]:
+        encoded.result()
 
 
 def expected_upload(f: Federation, shared: wire.Shared, round: int) -> int:
@@ -214,7 +224,8 @@ def collect(
     """Train the used clients and receive what they send: uploads in the order of the clients, and their bytes."""
     nominal = {client: w for group in groups for client, w in zip(group.clients, group.weights)}
     settled = {client: w for group, some in zip(groups, used) for client, w in group.settled(some).items()}
-    uploads, up_bytes = {}, {}
+    arriving = {}
+    shared.prepare()
     frozen = f.strategy.frozen(shared.mask)
     for outcome in f.engine.train(state.weights, state.statistics, sorted(settled), round, frozen):
         client = outcome.client
@@ -235,11 +246,14 @@ def collect(
             loss=outcome.loss,
             samples=f.engine.work(client),
         )
-        body, up_bytes[client] = f.channel.receive(
-            header, wire.Body(sent, outcome.statistics, shared, sends_mask=False)
-        )
-        uploads[client] = Upload(client, settled[client], body.update, body.statistics, outcome.loss)
-    return [uploads[client] for client in sorted(uploads)], dict(sorted(up_bytes.items()))
+        body = wire.Body(sent, outcome.statistics, shared, sends_mask=False)
+        arriving[client] = outcome.loss, beside(f.channel.receive, header, body)
+    uploads, up_bytes = [], {}
+    for client in sorted(arriving):
+        loss, received = arriving[client]
+        body, up_bytes[client] = received.result()
+        uploads.append(Upload(client, settled[client], body.update, body.statistics, loss))
+    return uploads, up_bytes
 
 
 @dataclass(frozen=True)

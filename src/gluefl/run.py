@@ -52,8 +52,10 @@ class Options:
 
     device: str = "cpu"
     trainer: str = "auto"
+    tf32: bool = True  # on a GPU, products of ten-bit mantissas, as PyTorch's convolutions have by default
     encode: bool = False  # encode, decode and check every message
     checkpoint_every: int = 10
+    checkpoint_at_end: bool = True  # so that a run that is done can be given more rounds
     residual_memory_bytes: int = 2 * 10**9
     residual_half: bool = False  # this one does: half precision rounds what clients remember
 
@@ -95,6 +97,7 @@ def train(
         raise UsageError(f"seed = {seed}: a seed is a whole number from 0 up.")
     options, sgd = options or Options(), training or LocalSGD()
     device = _device(options.device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
     module = copy.deepcopy(model).to(device)
     if initial_weights is not None:
         _load_weights(module, initial_weights)
@@ -123,6 +126,7 @@ def train(
             folder / "checkpoint" if folder else None,
             options.residual_memory_bytes,
             options.residual_half,
+            _free_bytes(device) // 3,
         ),
         **(arrivals or {}),
     )
@@ -150,7 +154,8 @@ def train(
             line["wall_s"] = time.perf_counter() - began
             journal.append(line)
             stop = any([callback(line, state) for callback in callbacks])  # noqa: C419 - every callback is called
-            if folder and (state.round % options.checkpoint_every == 0 or finished() or stop or interrupted):
+            ends = stop or interrupted or (options.checkpoint_at_end and finished())
+            if folder and (state.round % options.checkpoint_every == 0 or ends):
                 checkpoint.save(folder / "checkpoint", state, federation.residuals)
     if interrupted:
         hint = f" Go on with --resume --out {folder}." if folder else ""
@@ -248,6 +253,10 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
     return device
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def _load_weights(module: nn.Module, path: Path) -> None:

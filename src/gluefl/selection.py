@@ -6,32 +6,44 @@ the same update, and when quantised updates tie massively the mask is not pinned
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gluefl.errors import GlueFLError
 
 MASK_32 = 0xFFFFFFFF
+_counted: Any = WeakIdKeyDictionary()  # mask on a GPU → its version and its count
 
 
-@dataclass(frozen=True)
 class Sparse:
     """A part of a flat vector of `size` entries: increasing positions and their values."""
 
-    positions: Tensor
-    values: Tensor
-    size: int
+    def __init__(self, positions: Tensor, values: Tensor, size: int) -> None:
+        self.size = size
+        self.count = positions.numel()
+        self.positions, self.values = positions, values  # in the place of the cached ones
 
     @classmethod
     def where(cls, mask: Tensor, vector: Tensor) -> "Sparse":
         """The entries of a vector that a mask covers."""
         positions = positions_of(mask)
-        return cls(positions, vector[positions], mask.numel())
+        sparse = cls(positions, vector[positions], mask.numel())
+        sparse._mask = mask
+        return sparse
+
+    @classmethod
+    def view(cls, mask: Tensor, vector: Tensor) -> "Sparse":
+        """As `where`, but nothing is computed before it is asked for: the vector must not change until then."""
+        sparse = cls.__new__(cls)
+        sparse.size, sparse.count = mask.numel(), count_true(mask)
+        sparse._mask, sparse._vector = mask, vector
+        return sparse
 
     @classmethod
     def full(cls, vector: Tensor) -> "Sparse":
@@ -43,16 +55,30 @@ class Sparse:
         """No entry at all."""
         return cls(torch.zeros(0, dtype=torch.long, device=device), torch.zeros(0, device=device), size)
 
+    _mask: Tensor | None = None
+    _vector: Tensor
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Increasing."""
+        return positions_of(self.mask())
+
+    @cached_property
+    def values(self) -> Tensor:
+        """One for every position."""
+        return self._vector[self.positions]
+
     @property
     def density(self) -> float:
         """Share of the positions that are present."""
-        return self.positions.numel() / self.size
+        return self.count / self.size
 
     def mask(self) -> Tensor:
-        """The positions as booleans."""
-        mask = torch.zeros(self.size, dtype=torch.bool, device=self.positions.device)
-        mask[self.positions] = True
-        return mask
+        """The positions as booleans; not to be written to."""
+        if self._mask is None:
+            self._mask = torch.zeros(self.size, dtype=torch.bool, device=self.positions.device)
+            self._mask[self.positions] = True
+        return self._mask
 
     def dense(self) -> Tensor:
         """The vector, zero where nothing is present."""
@@ -60,7 +86,7 @@ class Sparse:
 
     def add_to(self, vector: Tensor, weight: float = 1.0) -> Tensor:
         """Add `weight` times this to a vector, in place, and return it."""
-        if self.positions.numel() == self.size:
+        if self.count == self.size:
             return vector.add_(self.values * weight)
         return vector.index_add_(0, self.positions, self.values * weight)
 
@@ -110,27 +136,57 @@ def positions_of(mask: Tensor) -> Tensor:
 
 
 def count_true(mask: Tensor) -> int:
-    """At how many positions a mask holds."""
-    return int(torch.count_nonzero(mask)) if mask.is_cuda else int(np.count_nonzero(mask.numpy()))
+    """At how many positions a mask holds. On a GPU it is remembered: to ask is to wait for all that was started."""
+    if not mask.is_cuda:
+        return int(np.count_nonzero(mask.numpy()))
+    version, found = _counted.get(mask, (None, 0))
+    if version != mask._version:
+        found = int(torch.count_nonzero(mask))
+        _counted[mask] = (mask._version, found)
+    return int(found)
 
 
 def _magnitude_bits(values: Tensor) -> Tensor:
     # The bit pattern of a non-negative IEEE float orders like the float, and integers compare alike everywhere.
-    integer, infinity = {
-        torch.float32: (torch.int32, 0x7F800000),
-        torch.float64: (torch.int64, 0x7FF0000000000000),
-    }[values.dtype]
+    integer = {torch.float32: torch.int32, torch.float64: torch.int64}[values.dtype]
     bits = values.abs().view(integer)
-    if bits.numel() and int(bits.max()) >= infinity:
-        bad = int(torch.count_nonzero(bits >= infinity))
-        raise GlueFLError(
-            f"{bad} of {values.numel()} values of an update are NaN or infinite: the training diverged. "
-            "Lower the learning rate."
-        )
+    if bits.numel() and not bits.is_cuda:  # `_top_on_gpu` looks at it together with everything else
+        _check_finite(bits, int(bits.max()))
     return bits
 
 
+def _check_finite(bits: Tensor, largest: int) -> None:
+    infinity = 0x7F800000 if bits.dtype == torch.int32 else 0x7FF0000000000000
+    if largest >= infinity:
+        bad = int(torch.count_nonzero(bits >= infinity))
+        raise GlueFLError(
+            f"{bad} of {bits.numel()} values of an update are NaN or infinite: the training diverged. "
+            "Lower the learning rate."
+        )
+
+
+def _top_on_gpu(bits: Tensor, keep: int, round: int, start: int) -> Tensor:
+    """As `_top`, but it asks the device only once: every answer waits for all that was started before."""
+    keep = min(keep, bits.numel())
+    if keep <= 0:
+        return torch.zeros_like(bits, dtype=torch.bool)
+    threshold = bits.topk(keep, sorted=False).values.min()
+    above, ties = bits > threshold, bits == threshold
+    answers = torch.stack([bits.max().long(), threshold.long(), above.sum(), ties.sum()]).tolist()
+    largest, at, more, tied = (int(answer) for answer in answers)
+    _check_finite(bits, largest)
+    if at < 0:  # fewer than `keep` are eligible
+        return bits >= 0
+    if more + tied > keep:
+        among = positions_of(ties)
+        ties = torch.zeros_like(ties)
+        ties[among[tie_break(among + start, round).argsort()[: keep - more]]] = True
+    return above | ties
+
+
 def _top(bits: Tensor, keep: int, round: int, start: int) -> Tensor:
+    if bits.is_cuda:
+        return _top_on_gpu(bits, keep, round, start)
     eligible = _compare(bits, operator.ge, 0)
     if keep >= count_true(eligible):
         return eligible
@@ -147,15 +203,10 @@ def _top(bits: Tensor, keep: int, round: int, start: int) -> Tensor:
 
 
 def _compare(bits: Tensor, how: Callable[[Any, int], Any], value: int) -> Tensor:
-    if bits.is_cuda:
-        compared: Tensor = how(bits, value)
-        return compared
     return torch.from_numpy(how(bits.numpy(), value))  # five times as fast as torch's own on a CPU
 
 
 def _kth_largest(bits: Tensor, k: int) -> int:
-    if bits.is_cuda:
-        return int(bits.topk(k).values.min())
     everything = bits.numpy()
     # A sample tells roughly where the k-th lies, so that only what may be above it has to be partitioned.
     sample = np.sort(everything[:: max(1, everything.size // 16384)])[::-1]

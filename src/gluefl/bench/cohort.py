@@ -18,6 +18,7 @@ from gluefl.training.choice import choose
 def measure(rounds: int = 7, cores: int = 1, device: str = "cpu", trainer: str = "auto") -> dict[str, Any]:
     """Medians and spreads of both, and their ratio, for W1 and W2. Seconds of CPU time on one core."""
     pin(cores)
+    torch.backends.cuda.matmul.allow_tf32 = True
     population = Noisy()
     found = {}
     for workload in MODELS:

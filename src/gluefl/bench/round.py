@@ -31,6 +31,7 @@ def measure(
 ) -> dict[str, Any]:
     """Medians of `play` with a journal line, and of training the same cohort alone, taking turns. W1 by default."""
     pin(cores)
+    torch.backends.cuda.matmul.allow_tf32 = True
     where = torch.device(device)
     population: Population = Noisy()
     module = (models.build(model_name, classes=62, channels=1) if model_name else model("w1")).to(where)
@@ -50,7 +51,7 @@ def measure(
             devices=Instant(),
             engine=engine,
             channel=Measured(),
-            residuals=Residuals(layout.size, Path(folder), memory_bytes=_memory(where)),
+            residuals=Residuals(layout.size, Path(folder), device_bytes=_free_bytes(where) // 3),
         )
         state = start(federation, *layout.flatten(module))
         journal = Journal(Path(folder) / "journal.jsonl")
@@ -78,5 +79,5 @@ def measure(
     }
 
 
-def _memory(where: torch.device) -> int:
-    return 2 * 10**9 if where.type == "cpu" else torch.cuda.mem_get_info()[0] // 3
+def _free_bytes(where: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else 0

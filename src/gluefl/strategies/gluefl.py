@@ -65,8 +65,6 @@ class GlueFL:
     def _unique(self, vector: Tensor, mask: Tensor, space: Space, round: int) -> Tensor:
         """top_{q−q_shr}(¬M ⊙ Δ): what the mask leaves of the budget, so the whole of it when M is empty."""
         segments = space.segments(self.scope)
-        keep = [
-            max(1, count(self.q, segment.numel())) - count_true(segment)
-            for segment in torch.split(mask, list(segments))
-        ]
+        parts = [mask] if len(segments) == 1 else torch.split(mask, list(segments))
+        keep = [max(1, count(self.q, part.numel())) - count_true(part) for part in parts]
         return top(vector, keep, segments, round, among=~mask)

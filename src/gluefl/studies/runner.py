@@ -156,13 +156,13 @@ def _check(runs: Sequence[Planned]) -> None:
 
 
 def _cores(device: str, jobs: int | None) -> list[str]:
-    """One entry per run at a time. On a GPU they share it, and the cores."""
+    """The cores of every run that goes on at a time: one on a CPU; runs that share a GPU share out all of them."""
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs {jobs}: at least one run at a time is needed.")
-    if device != "cpu":
-        return ["any"] * (jobs or 1)
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    count = jobs or len(own)
+    count = jobs or (len(own) if device == "cpu" else 1)
+    if device != "cpu" and count <= len(own):
+        return [",".join(map(str, own[i::count])) for i in range(count)]
     return [str(own[i % len(own)]) for i in range(count)]
 
 

@@ -1,6 +1,6 @@
-"""One run of a study in a process of its own: the configuration on standard input, one core, one thread.
+"""One run of a study in a process of its own, on cores of its own; the configuration comes on standard input.
 
-`python -m gluefl.studies.worker FOLDER DEVICE CORE`, with CORE a number or `any`.
+`python -m gluefl.studies.worker FOLDER DEVICE CORES`, with CORES as in `0,4,8`.
 """
 
 import os
@@ -10,16 +10,17 @@ import tomllib
 from pathlib import Path
 
 
-def main(folder: str, device: str, core: str) -> int:
+def main(folder: str, device: str, cores: str) -> int:
     """Run or go on; a run that is done keeps no checkpoint, which may be many times its other files."""
-    if core != "any" and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {int(core)})  # before torch counts the cores
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})  # before torch counts them
     from gluefl.config import validated
     from gluefl.errors import GlueFLError
     from gluefl.lab import run
 
     try:
-        run(validated(tomllib.loads(sys.stdin.read())), Path(folder), device, resume=True)
+        config = validated(tomllib.loads(sys.stdin.read()))
+        run(config, Path(folder), device, resume=True, checkpoint_at_end=False)
     except GlueFLError as error:
         print(error, file=sys.stderr)
         return error.exit_code

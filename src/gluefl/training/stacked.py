@@ -1,10 +1,12 @@
-"""All clients of a cohort at once: their weights are rows of one matrix, `torch.func.vmap` trains every row.
+"""All clients of a cohort at once: their weights are rows of one matrix, and one step moves every row.
 
-On a GPU one SGD step of the whole stack is captured as a CUDA graph and replayed: a small model is bound by kernel
-launches, and a replay costs one. Stacks that do not fit into the memory are trained in slices.
+On a GPU the usual layers have kernels that know of many clients (`layers`); a module with others is trained by
+`torch.func.vmap`. One SGD step of the whole stack is captured as a CUDA graph and replayed: a small model is bound by
+kernel launches, and a replay costs one. Stacks that do not fit into the memory are trained in slices.
 """
 
 import gc
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +18,15 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from gluefl.layout import Layout, Part
 from gluefl.training import Job, LocalSGD, Loss, Outcome
+from gluefl.training.layers import ManyClients
+
+ALIKE = {torch.float64: 1e-6, torch.float32: 1e-2}  # how far two ways to compute a loss may be apart, with TF32
 
 
 @dataclass
 class Stack:
-    """The tensors of one captured step; replays read and write these and no others."""
+    """The tensors of one captured step; replays read and write these and no others. Weights are in the order of the
+    layers that compute them."""
 
     weights: Tensor  # (clients, d)
     velocity: Tensor
@@ -83,6 +89,11 @@ class Stacked:
     ) -> list[Outcome]:
         steps = [len(job.batches) for job in jobs]
         inputs, labels = _gather(jobs, max(steps), weights.device)
+        if self._many is not None and not self._stacks:
+            self._check(weights, statistics, inputs[:, 0], labels[:, 0])
+        if self._many is not None:
+            weights = weights[self._many.order]
+            frozen = None if frozen is None else frozen[self._many.order]
         stack = self._stack(weights, statistics, inputs, labels, sgd, frozen)
         remaining = torch.tensor(steps, device=weights.device).unsqueeze(1)
         stack.weights.copy_(weights.expand_as(stack.weights))
@@ -106,6 +117,8 @@ class Stacked:
             else:
                 self._step(stack, sgd)
         deltas = stack.weights - weights
+        if self._many is not None:
+            deltas = deltas[:, self._many.back]
         losses = (stack.loss / remaining.squeeze(1)).tolist()
         after = stack.statistics.clone()
         return [Outcome(job.client, deltas[i], after[i], losses[i]) for i, job in enumerate(jobs)]
@@ -162,24 +175,69 @@ class Stacked:
             self.capture = False
 
     def _step(self, stack: Stack, sgd: LocalSGD) -> None:
-        gradient, (losses, statistics) = self._gradients(stack.weights, stack.statistics, stack.inputs, stack.labels)
+        gradients = self._by_vmap if self._many is None else self._by_layers
+        gradient, (losses, statistics) = gradients(stack.weights, stack.statistics, stack.inputs, stack.labels)
+        self._move(stack, gradient, sgd)
         with torch.no_grad():
-            if sgd.weight_decay:
-                gradient.add_(stack.weights, alpha=sgd.weight_decay)
-            if sgd.proximal:
-                gradient.add_(stack.weights - stack.start, alpha=sgd.proximal)
-            if stack.movable is not None:
-                gradient.mul_(stack.movable)
-            # The learning rate is folded into the velocity; it is the same for all steps of a round.
-            stack.velocity.mul_(stack.momentum).addcmul_(gradient, stack.lr)
-            stack.weights.sub_(stack.velocity)
             done = stack.lr == 0
             if self.layout.statistics:
                 stack.statistics.copy_(torch.where(done, stack.statistics, statistics))
             stack.loss.add_(torch.where(done.squeeze(1), 0, losses))
 
+    @torch.no_grad()
+    def _move(self, stack: Stack, gradient: Tensor, sgd: LocalSGD) -> None:
+        # The learning rate is folded into the velocity; it is the same for all steps of a round.
+        if self._many is not None:
+            from gluefl.training.kernels.move import move
+
+            move(stack.weights, stack.velocity, gradient, stack.lr, stack.momentum, stack.movable, stack.start,
+                 sgd.weight_decay, sgd.proximal)  # fmt: skip
+            return
+        if sgd.weight_decay:
+            gradient.add_(stack.weights, alpha=sgd.weight_decay)
+        if sgd.proximal:
+            gradient.add_(stack.weights - stack.start, alpha=sgd.proximal)
+        if stack.movable is not None:
+            gradient.mul_(stack.movable)
+        stack.velocity.mul_(stack.momentum).addcmul_(gradient, stack.lr)
+        stack.weights.sub_(stack.velocity)
+
+    def _check(self, weights: Tensor, statistics: Tensor, inputs: Tensor, labels: Tensor) -> None:
+        """A forward pass that mixes the samples of a batch by itself is found out here, before anything is trained."""
+        assert self._many is not None
+        batches = inputs[:2], labels[:2]
+        after = statistics.expand(len(batches[0]), -1)
+        _, (losses, _) = self._by_layers(weights[self._many.order].expand(len(after), -1), after, *batches)
+        _, (expected, _) = self._by_vmap(weights.expand(len(after), -1), after, *batches)
+        if not torch.allclose(losses, expected, rtol=ALIKE[losses.dtype], atol=0):
+            warnings.warn(
+                f"{type(self.module).__name__} does more with a batch than to compute its samples one by one: "
+                "it is trained by vmap, which is slower.",
+                stacklevel=2,
+            )
+            self._many = None
+
     @cached_property
-    def _gradients(self) -> Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]]:
+    def _many(self) -> ManyClients | None:
+        on_gpu = next(self.module.parameters()).is_cuda and importlib.util.find_spec("triton") is not None
+        return ManyClients.of(self.module, self.layout) if on_gpu else None
+
+    def _by_layers(
+        self, weights: Tensor, statistics: Tensor, inputs: Tensor, labels: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        assert self._many is not None
+        pieces = [piece.detach().requires_grad_() for piece in self._many.pieces(weights)]
+        after = statistics.clone()
+        batch = self.transform(inputs.flatten(0, 1))
+        if batch.dim() == 4:
+            batch = batch.contiguous(memory_format=torch.channels_last)
+        losses = vmap(self.loss)(self._many(pieces, after, batch), labels)
+        # No client's loss depends on another's weights: the gradient of their sum is every client's own.
+        gradients = torch.autograd.grad(losses.sum(), pieces, materialize_grads=True)
+        return torch.cat([gradient.flatten(1) for gradient in gradients], 1), (losses.detach(), after)
+
+    @cached_property
+    def _by_vmap(self) -> Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]]:
         def loss(weights: Tensor, statistics: Tensor, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             # Splitting once makes the backward pass one concatenation instead of a padded copy per tensor.
             tensors = dict(_pieces(self.layout.weights, weights))

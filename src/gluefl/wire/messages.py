@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gluefl.errors import WireError
 from gluefl.selection import Sparse, count_true, positions_of
-from gluefl.wire.positions import Packed, pack, unpack
+from gluefl.wire.positions import LaidOut, Packed, lay_out, pack, squeeze, unpack
 
 MAGIC = b"GLUE"
 FORMAT = 1
@@ -71,6 +71,10 @@ class Shared:
         """The positions that the mask does not cover."""
         return positions_of(~self.mask)
 
+    def prepare(self) -> None:
+        """Compute both, before several threads ask for them at once."""
+        _ = self.packed, self.outside
+
 
 @dataclass(frozen=True)
 class Body:
@@ -82,23 +86,29 @@ class Body:
     sends_mask: bool
 
     @cached_property
-    def positions(self) -> tuple[int, Packed]:
-        """The positions, encoded beside the shared mask where that covers part of them, else on their own."""
-        update = self.update
-        if update.positions.numel() == update.size:
-            return ABSOLUTE, Packed(1, update.size, b"")
+    def laid_out(self) -> tuple[int, LaidOut]:
+        """The positions, beside the shared mask where that covers part of them, else on their own."""
+        update, known = self.update, count_true(self.shared.mask)
+        if update.count == update.size:
+            return ABSOLUTE, LaidOut(update.size, update.size)
         mask = update.mask()
-        inside = count_true(mask & self.shared.mask)
-        if self.shared.packed.count and inside == self.shared.packed.count:
-            return BESIDE_MASK, pack(mask.index_select(0, self.shared.outside))
-        return ABSOLUTE, pack(mask)
+        inside = count_true(mask & self.shared.mask) if known else 0
+        if known and inside == known:
+            return BESIDE_MASK, lay_out(mask.index_select(0, self.shared.outside), update.count - inside)
+        return ABSOLUTE, lay_out(mask, update.count)
+
+    @cached_property
+    def positions(self) -> tuple[int, Packed]:
+        """Them, encoded."""
+        relation, laid_out = self.laid_out
+        return relation, squeeze(laid_out)
 
 
 def measure(body: Body) -> int:
     """The length of the encoded message, without materialising its values."""
     mask_bytes = len(body.shared.packed.data) if body.sends_mask else 0
     position_bytes = len(body.positions[1].data)
-    value_bytes = 4 * (body.update.positions.numel() + body.statistics.numel())
+    value_bytes = 4 * (body.update.count + body.statistics.numel())
     return HEADER_BYTES + 4 * SECTION.size + mask_bytes + position_bytes + value_bytes
 
 

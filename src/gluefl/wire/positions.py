@@ -20,6 +20,7 @@ CODECS = ("nothing", "everything", "bitmap", "bitmap+zstd", "gaps+zstd", "gaps o
 ZSTD_LEVEL = 1
 SPARSE = 1 / 8  # below this density (or above its complement) gaps are tried beside the bitmap
 LONGEST_VARINT = 5  # bytes, for gaps below 2^32
+GATHER_BITS = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, in order, in the highest byte
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,42 @@ class Packed:
     data: bytes
 
 
+@dataclass(frozen=True)
+class LaidOut:
+    """A set of positions as bytes, before they are compressed: all of it that has to leave a GPU."""
+
+    size: int
+    count: int
+    bitmap: bytes = b""
+    gaps: bytes | None = None  # between those that are present or those that are absent, whichever are few
+
+
 def pack(mask: Tensor) -> Packed:
     """Encode the positions at which a mask holds."""
-    size, count = mask.numel(), count_true(mask)
-    if count == 0:
-        return Packed(NOTHING, 0, b"")
-    if count == size:
-        return Packed(EVERYTHING, count, b"")
-    bitmap = _to_bitmap(mask)
-    tried = [(BITMAP_ZSTD, _compress(bitmap)), (BITMAP, bitmap)]
+    return squeeze(lay_out(mask, count_true(mask)))
+
+
+def lay_out(mask: Tensor, count: int) -> LaidOut:
+    """The bytes of a mask that holds at `count` positions."""
+    size = mask.numel()
+    if count in (0, size):
+        return LaidOut(size, count)
+    gaps = None
     if count <= SPARSE * size:
-        tried.append((GAPS_ZSTD, _compress(_gaps(mask))))
+        gaps = _gaps(mask)
     elif size - count <= SPARSE * size:
-        tried.append((ABSENT_GAPS_ZSTD, _compress(_gaps(~mask))))
+        gaps = _gaps(~mask)
+    return LaidOut(size, count, _to_bitmap(mask), gaps)
+
+
+def squeeze(laid_out: LaidOut) -> Packed:
+    """The shortest encoding of the positions; zstd lets other threads run meanwhile."""
+    size, count = laid_out.size, laid_out.count
+    if count in (0, size):
+        return Packed(NOTHING if count == 0 else EVERYTHING, count, b"")
+    tried = [(BITMAP_ZSTD, _compress(laid_out.bitmap)), (BITMAP, laid_out.bitmap)]
+    if laid_out.gaps is not None:
+        tried.append((GAPS_ZSTD if count <= SPARSE * size else ABSENT_GAPS_ZSTD, _compress(laid_out.gaps)))
     codec, data = min(tried, key=lambda option: len(option[1]))
     return Packed(codec, count, data)
 
@@ -78,9 +102,8 @@ def _to_bitmap(mask: Tensor) -> bytes:
     # Least significant bit first. On a GPU the bits are packed there: an eighth of the bytes crosses the bus.
     if not mask.is_cuda:
         return np.packbits(mask.numpy(), bitorder="little").tobytes()
-    padded = torch.nn.functional.pad(mask, (0, -mask.numel() % 8)).view(-1, 8)
-    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
-    return (padded * powers).sum(1, dtype=torch.uint8).cpu().numpy().tobytes()
+    eights = torch.nn.functional.pad(mask, (0, -mask.numel() % 8)).view(torch.int64)
+    return (eights * GATHER_BITS >> 56).to(torch.uint8).cpu().numpy().tobytes()
 
 
 def _from_bitmap(data: bytes, size: int) -> np.ndarray:
@@ -94,7 +117,9 @@ def _from_bitmap(data: bytes, size: int) -> np.ndarray:
 
 def _gaps(mask: Tensor) -> bytes:
     """LEB128 varints of position − previous position − 1, the one before the first being −1."""
-    gaps = np.diff(positions_of(mask).cpu().numpy(), prepend=-1) - 1
+    if mask.is_cuda:
+        return _gaps_on_gpu(mask)
+    gaps = np.diff(positions_of(mask).numpy(), prepend=-1) - 1
     lengths = np.ones(gaps.size, np.int64)
     for i in range(1, LONGEST_VARINT):
         lengths += gaps >= 1 << (7 * i)
@@ -104,6 +129,16 @@ def _gaps(mask: Tensor) -> bytes:
         some = lengths > i
         varints[starts[some] + i] = (gaps[some] >> (7 * i)) & 0x7F | (lengths[some] > i + 1) << 7
     return varints.tobytes()
+
+
+def _gaps_on_gpu(mask: Tensor) -> bytes:
+    positions = positions_of(mask)
+    gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)).sub_(1).unsqueeze(1)
+    shifts = torch.arange(0, 7 * LONGEST_VARINT, 7, device=mask.device)
+    sevens, follow = gaps >> shifts & 0x7F, gaps >> shifts + 7 > 0
+    there = gaps >> shifts > 0
+    there[:, 0] = True
+    return (sevens | follow.long() << 7).to(torch.uint8)[there].cpu().numpy().tobytes()
 
 
 def _from_gaps(data: bytes, count: int, size: int) -> np.ndarray:

@@ -1,0 +1,22 @@
+"""What the kernels share: how sizes are given to them."""
+
+import math
+from typing import Any
+
+import torch
+import triton.language as tl
+
+PROGRAMS = 1024  # what keeps every multiprocessor of a large GPU busy
+# A kernel is compiled once for all sizes, not for every layer anew: Triton is told not to look at these arguments.
+ROWS_OF = ["rows_total", "rows_each", "splits"]
+PIXELS_OF = ["height", "width", "out_height", "out_width", "rows", "stride", "padding", "dilation"]
+
+
+def wide(dtype: torch.dtype) -> Any:
+    """In which type to add up."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def out_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """How many pixels a convolution leaves of so many."""
+    return math.floor((size + 2 * padding - dilation * (kernel - 1) - 1) / stride) + 1

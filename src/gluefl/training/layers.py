@@ -1,0 +1,208 @@
+"""A module whose layers have weights for many clients: one forward pass computes all of them.
+
+A batch holds the samples of the first client, then those of the second, and so on. What works on every sample by
+itself (activations, pooling, reshaping, adding up) needs no change; the layers with weights are exchanged for ones
+that give every client's samples to that client's weights. That is far faster than `vmap` on a GPU, where vmap turns
+the convolutions of many clients into one grouped convolution whose groups run one after the other.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gluefl.layout import Layout, split
+
+
+class Layer(nn.Module):
+    """Has its own weights of every client put in place before a forward pass: (clients, …), views of a matrix."""
+
+    clients: int
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self._original = [original]  # in a list: its own weights are not this layer's
+        self.bias = None
+
+    @property
+    def how(self) -> Any:
+        """The layer it stands for: strides, momentum, …"""
+        return self._original[0]
+
+
+class Linear(Layer):
+    """As `nn.Linear`, one product for all clients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(clients · batch, …, in) → (clients · batch, …, out)."""
+        rows = x.reshape(self.clients, -1, x.shape[-1])
+        y = _product(rows, self.weight, self.bias)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class Convolution(Layer):
+    """As `nn.Conv2d`: a product where the kernel is one pixel, a kernel of our own elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(clients · batch, in, h, w) → (clients · batch, out, h', w'), channels last in memory."""
+        from gluefl.training.kernels.convolve import Convolve
+        from gluefl.training.kernels.depthwise import Depthwise
+
+        how = self.how
+        x = _pixels(x, self.clients)
+        if how.kernel_size == (1, 1) and how.padding == (0, 0):
+            if how.stride != (1, 1):
+                x = x[:, :, :: how.stride[0], :: how.stride[1]]
+            y = _product(x.reshape(self.clients, -1, x.shape[-1]), self.weight.flatten(2), self.bias)
+            return _picture(y.view(*x.shape[:-1], y.shape[-1]))
+        function = Convolve if _by_tap(how) else Depthwise
+        y = function.apply(x, self.weight, how.stride[0], how.padding[0], how.dilation[0])
+        return _picture(y if self.bias is None else y + self.bias[:, None, None, None])
+
+
+class BatchNorm(Layer):
+    """As `nn.BatchNorm1d` and `nn.BatchNorm2d` in training; the running statistics are moved in place."""
+
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Every client's samples are normalised by themselves."""
+        from gluefl.training.kernels import normalise
+
+        pixels = _pixels(x, self.clients) if x.dim() == 4 else x.reshape(self.clients, -1, x.shape[-1])
+        rows = pixels.reshape(self.clients, -1, pixels.shape[-1])
+        running = None if self.running_mean is None else (self.running_mean, self.running_var)
+        y: Tensor = normalise.BatchNorm.apply(rows, self.weight, self.bias, running, self.how.momentum, self.how.eps)
+        return _picture(y.view(pixels.shape)) if x.dim() == 4 else y.view(x.shape)
+
+
+class GroupNorm(Layer):
+    """As `nn.GroupNorm`: normalises sample by sample, so that only scale and shift differ between clients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(clients · batch, c, …)."""
+        unit = nn.functional.group_norm(x, self.how.num_groups, eps=self.how.eps)
+        unit = unit.unflatten(0, (self.clients, -1))
+        each = (self.clients, 1, -1, *[1] * (x.dim() - 2))
+        assert self.bias is not None
+        scaled: Tensor = unit * self.weight.reshape(each) + self.bias.reshape(each)
+        return scaled.flatten(0, 1)
+
+
+def _by_tap(how: nn.Module) -> bool:
+    """Whether a layer's weights are kept as (kh, kw, out, in): what a product reads side by side lies side by side."""
+    return isinstance(how, nn.Conv2d) and how.groups == 1 and (how.kernel_size, how.padding) != ((1, 1), (0, 0))
+
+
+def _is_plain_convolution(how: nn.Conv2d) -> bool:
+    alike = all(len(set(pair)) == 1 for pair in (how.stride, how.dilation)) and isinstance(how.padding, tuple)
+    depthwise = how.groups == how.in_channels == how.out_channels and how.bias is None
+    return alike and len(set(how.padding)) == 1 and how.padding_mode == "zeros" and (how.groups == 1 or depthwise)
+
+
+LAYERS: dict[type[nn.Module], tuple[type[Layer], Callable[..., bool]]] = {
+    nn.Linear: (Linear, lambda how: True),
+    nn.Conv2d: (Convolution, _is_plain_convolution),
+    nn.BatchNorm1d: (BatchNorm, lambda how: how.affine and how.momentum is not None),
+    nn.BatchNorm2d: (BatchNorm, lambda how: how.affine and how.momentum is not None),
+    nn.GroupNorm: (GroupNorm, lambda how: how.affine),
+}
+
+
+class ManyClients:
+    """A module for a stack of clients. `of` is None for a module that has other layers with weights."""
+
+    def __init__(self, module: nn.Module, layers: dict[str, Layer], layout: Layout) -> None:
+        self.module, self.layers, self.layout = module, layers, layout
+        places, self.shapes = [], []
+        for part in layout.weights:
+            place = torch.arange(part.start, part.start + part.size).view(part.shape)
+            if len(part.shape) == 4 and _by_tap(layers[part.name.rpartition(".")[0]].how):
+                place = place.permute(2, 3, 0, 1)
+            places.append(place.flatten())
+            self.shapes.append(place.shape)
+        counters = torch.zeros(layout.statistics_size)
+        for part in layout.statistics:
+            counters[part.start] = part.name.endswith("num_batches_tracked")
+        device = next(iter(layers.values())).how.weight.device
+        self.order = torch.cat(places).to(device)  # the stack's weights are vector[order]
+        self.back = self.order.argsort()
+        self.counters = counters.to(device)
+
+    @classmethod
+    def of(cls, module: nn.Module, layout: Layout) -> "ManyClients | None":
+        """Exchange the layers of a copy."""
+        owners = {name: m for name, m in module.named_modules() if [*m.parameters(False), *m.buffers(False)]}
+        if "" in owners or len({id(m) for m in owners.values()}) < len(owners):
+            return None
+        if any(type(m) not in LAYERS or not LAYERS[type(m)][1](m) for m in owners.values()):
+            return None
+        if not all(parameter.requires_grad for parameter in module.parameters()):
+            return None
+        many, layers = copy.deepcopy(module), dict[str, Layer]()
+        for name in owners:
+            parent, _, child = name.rpartition(".")
+            original = many.get_submodule(name)
+            layers[name] = LAYERS[type(original)][0](original)
+            setattr(many.get_submodule(parent), child, layers[name])
+        return cls(many, layers, layout)
+
+    def pieces(self, weights: Tensor) -> list[Tensor]:
+        """The tensors in the rows of a stack, as views: (clients, …)."""
+        split_up = torch.split(weights, [shape.numel() for shape in self.shapes], dim=1)
+        return [piece.unflatten(1, shape) for piece, shape in zip(split_up, self.shapes)]
+
+    def __call__(self, pieces: Sequence[Tensor], statistics: Tensor, inputs: Tensor) -> Tensor:
+        """Outputs (clients, batch, …) for inputs (clients · batch, …). The statistics are moved in place."""
+        clients = len(statistics)
+        for part, tensor in zip(self.layout.weights, pieces):
+            owner, _, name = part.name.rpartition(".")
+            setattr(self.layers[owner], name, tensor)
+        for name, tensor in split(self.layout.statistics, statistics):
+            owner, _, buffer = name.rpartition(".")
+            setattr(self.layers[owner], buffer, tensor)
+        for layer in self.layers.values():
+            layer.clients = clients
+        outputs: Tensor = self.module(inputs)
+        if self.layout.statistics:
+            statistics += self.counters.to(statistics.dtype)
+        return outputs.reshape(clients, -1, *outputs.shape[1:])
+
+
+class Product(torch.autograd.Function):
+    """(clients, rows, in) times (clients, out, in). Autograd's own gradient of the weights lies transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        """The layer."""
+        ctx.save_for_backward(rows, weight)
+        return torch.bmm(rows, weight.transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The gradients of what it was given."""
+        rows, weight = ctx.saved_tensors
+        back = torch.bmm(gradient, weight) if ctx.needs_input_grad[0] else None
+        return back, torch.bmm(gradient.transpose(1, 2), rows)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = Product.apply(rows, weight)
+    return product if bias is None else product + bias.unsqueeze(1)
+
+
+def _pixels(x: Tensor, clients: int) -> Tensor:
+    """(clients · batch, c, h, w) → (clients, batch, h, w, c): a view where the channels lie last already."""
+    last = x.permute(0, 2, 3, 1).contiguous()
+    return last.view(clients, -1, *last.shape[1:])
+
+
+def _picture(x: Tensor) -> Tensor:
+    return x.flatten(0, 1).permute(0, 3, 1, 2)
