@@ -451,3 +451,13 @@ def test_every_command_explains_itself(command) -> None:
     assert result.exit_code == 0 and "Usage" in result.stdout
     if command != "bench":
         assert all(option in result.stdout for option in ("--out", "--set", "--seed", "--device", "--json", "--resume"))
+
+
+def test_a_benchmark_of_a_model_prints_its_ratios() -> None:
+    # In a process of its own: a benchmark keeps to one core from then on.
+    command = [sys.executable, "-m", "gluefl", "bench", "models", "--cohort", "2", "--rounds", "2", "--json"]
+    done = subprocess.run([*command, "--model", "small_cnn"], capture_output=True, text=True)
+    measured = json.loads(done.stdout)["models"]["small_cnn"]
+    assert measured["ratio"] == pytest.approx(measured["gluefl_s"] / measured["vmap_s"])
+    refused = gluefl("bench", "models", "--model", "small_cnm")
+    assert refused.exit_code == 2 and "small_cnn" in refused.stderr

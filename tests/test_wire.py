@@ -344,6 +344,44 @@ def test_golden_files(name) -> None:
         assert encoded(body, **fields) == path.read_bytes()
 
 
+@given(
+    st.integers(1, 400),
+    st.lists(st.sampled_from([0.0, 0.004, 0.05, 0.1, 0.5, 0.9, 0.97, 1.0]), min_size=1, max_size=5),
+    st.integers(0, 99),
+)
+def test_rows_are_laid_out_as_masks_are_one_by_one(size, densities, seed) -> None:
+    rng = np.random.default_rng(seed)
+    masks = torch.from_numpy(rng.random((len(densities), size)) < np.array(densities).reshape(-1, 1))
+    counts = masks.sum(1).tolist()
+    expected = [positions.lay_out(mask, count) for mask, count in zip(masks, counts)]
+    assert positions.lay_out_rows(masks, counts) == expected
+
+
+@given(
+    st.integers(1, 60), st.lists(st.sampled_from(["with", "without", "all", "none"]), max_size=6), st.integers(0, 99)
+)
+def test_bodies_are_laid_out_together_as_one_by_one(size, kinds, seed) -> None:
+    rng = np.random.default_rng(seed)
+    shared = wire.Shared(torch.from_numpy(rng.random(size) < 0.4))
+    vector = torch.from_numpy(rng.standard_normal(size).astype(np.float32))
+
+    def bodies() -> list[wire.Body]:
+        made = []
+        for number, kind in enumerate(kinds):
+            mask = torch.from_numpy(np.random.default_rng([seed, number]).random(size) < 0.3)
+            mask = {"with": mask | shared.mask, "without": mask, "all": mask | True, "none": mask & False}[kind]
+            update = Sparse.view(mask, vector) if number % 2 else Sparse.where(mask, vector)
+            made.append(wire.Body(update, vector[:2], shared, sends_mask=number % 3 == 0))
+        return made
+
+    one_by_one, together = bodies(), bodies()
+    wire.lay_out_together(together)
+    for a, b in zip(one_by_one, together):
+        assert a.laid_out == b.laid_out
+        assert wire.measure(a) == wire.measure(b)
+        assert wire.encode_body(a) == wire.encode_body(b)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 8, 77, 1000, 4099])
 @pytest.mark.parametrize("density", [0.0, 0.002, 0.05, 0.5, 0.97, 0.999, 1.0])

@@ -195,7 +195,7 @@ class Checkpoint(Table):
 class Residuals(Table):
     """`[residuals]`: where the clients' error-compensation memories lie."""
 
-    memory_gb: Positive = 2.0
+    memory_gb: Positive = 0.4
     half: bool = False
 
 

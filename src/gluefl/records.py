@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gluefl import wire
@@ -24,22 +25,31 @@ class Record:
     stopped: frozenset[int]  # late clients that were told to stop before they had downloaded everything
 
 
-def record(
-    f: "Federation",
-    state: "State",
-    round: int,
-    clock_s: float,
-    groups: Sequence[Group],
-    parcels: Mapping[int, Parcel],
-    trips: Mapping[int, Trip],
-    up_bytes: Mapping[int, int],
-    uploads: Sequence[Upload],
-    shared: wire.Shared,
-    update: Sparse,
-    expected_up_bytes: int,
-) -> Record:
-    """Bytes, seconds and who took part. Seconds are those of the used client that arrives last."""
-    last = max((trips[c] for c in up_bytes), key=lambda trip: trip.arrival_s, default=None)
+@dataclass(frozen=True)
+class Played:
+    """What happened in a round."""
+
+    round: int
+    clock_s: float  # when it was invited to
+    groups: Sequence[Group]
+    parcels: Mapping[int, Parcel]
+    trips: Mapping[int, Trip]
+    uploads: Sequence[Upload]
+    up_bytes: Mapping[int, int]  # of the used clients
+    expected_up_bytes: int
+    shared: wire.Shared
+    update: Sparse
+
+    @cached_property
+    def last(self) -> Trip | None:
+        """The used client that arrives last: its seconds are those of the round."""
+        return max((self.trips[c] for c in self.up_bytes), key=lambda trip: trip.arrival_s, default=None)
+
+
+def record(f: "Federation", state: "State", played: Played) -> Record:
+    """Bytes, seconds and who took part."""
+    parcels, trips, up_bytes, uploads = played.parcels, played.trips, played.up_bytes, played.uploads
+    last = played.last
     # Nobody arrived: the round lasted until the last of them was lost, or too late.
     ends_s = last.arrival_s if last else max((_end(trip, f.deadline_s) for trip in trips.values()), default=0.0)
     stopped = frozenset(
@@ -51,38 +61,37 @@ def record(
     fates = {c: _fate(c, trips[c], up_bytes) for c in parcels}
     staleness = {c: state.ledger.staleness(c) for c in parcels}
     known = [s for s in staleness.values() if s is not None]
-    authors = _authors(f, parcels, uploads, shared)
     seconds = (last.download_s, last.compute_s, last.upload_s) if last else (0.0, 0.0, 0.0)
     late = sum(fate == "late" for fate in fates.values())
     line: dict[str, Any] = {
-        "round": round,
+        "round": played.round,
         "invited": len(parcels),
         "used": len(up_bytes),
         "lost": sum(fate == "lost" for fate in fates.values()),
         "late": late,
-        "notes": _notes(f, state, groups, up_bytes, clock_s),
+        "notes": _notes(f, state, played),
         "down_bytes": sum(down_bytes.values()),
         "up_bytes": sum(up_bytes.values()),
         "wasted_down_bytes": sum(size for c, size in down_bytes.items() if c not in up_bytes),
-        "wasted_up_bytes_estimate": late * expected_up_bytes,
-        **authors,
+        "wasted_up_bytes_estimate": late * played.expected_up_bytes,
+        **_authors(f, played),
         "download_s": seconds[0],
         "compute_s": seconds[1],
         "upload_s": seconds[2],
         "round_s": ends_s,
-        "waited_s": clock_s - state.clock_s,
+        "waited_s": played.clock_s - state.clock_s,
         "wasted_s": sum(_end(trips[c], None) for c in parcels if c not in up_bytes),
-        "clock_s": clock_s + ends_s,
+        "clock_s": played.clock_s + ends_s,
         "loss": sum(upload.loss for upload in uploads) / len(uploads) if uploads else None,
         "accuracy": None,
-        "update_density": update.density,
+        "update_density": played.update.density,
         "upload_density": sum(u.update.density for u in uploads) / len(uploads) if uploads else None,
-        "mask_density": shared.packed.count / f.space.size,
+        "mask_density": played.shared.packed.count / f.space.size,
         "cold": len(parcels) - len(known),
         "staleness_mean": sum(known) / len(known) if known else None,
         "clients": {
             "id": list(parcels),
-            "group": [group.name for group in groups for _ in group.clients],
+            "group": [group.name for group in played.groups for _ in group.clients],
             "staleness": list(staleness.values()),
             "down_bytes": list(down_bytes.values()),
             "fate": list(fates.values()),
@@ -92,7 +101,7 @@ def record(
         line |= dict.fromkeys(
             ("download_s", "compute_s", "upload_s", "round_s", "waited_s", "wasted_s", "clock_s"), None
         )
-    return Record(line, clock_s + ends_s, stopped)
+    return Record(line, played.clock_s + ends_s, stopped)
 
 
 def _end(trip: Trip, deadline_s: float | None) -> float:
@@ -110,12 +119,10 @@ def _fate(client: int, trip: Trip, used: Mapping[int, int]) -> str:
     return "late" if trip.lost_s is None else "lost"
 
 
-def _notes(
-    f: "Federation", state: "State", groups: Sequence[Group], used: Mapping[int, int], clock_s: float
-) -> list[str]:
-    notes = []
-    if clock_s > state.clock_s:
-        notes.append(f"waited {clock_s - state.clock_s:.0f} s until somebody was online")
+def _notes(f: "Federation", state: "State", played: Played) -> list[str]:
+    notes, groups, used = [], played.groups, played.up_bytes
+    if played.clock_s > state.clock_s:
+        notes.append(f"waited {played.clock_s - state.clock_s:.0f} s until somebody was online")
     if sum(group.quota for group in groups) < f.sampler.cohort:
         notes.append(f"only {sum(len(g.clients) for g in groups)} clients could be invited")
     arrived = {group.name: sum(c in used for c in group.clients) for group in groups}
@@ -129,9 +136,7 @@ def _notes(
     return notes
 
 
-def _authors(
-    f: "Federation", parcels: Mapping[int, Parcel], uploads: Sequence[Upload], shared: wire.Shared
-) -> dict[str, int]:
+def _authors(f: "Federation", played: Played) -> dict[str, int]:
     """The authors' estimate of the sizes, for comparison: shares of a model of M bytes, a bitmap of M/32.
 
     A download is min(ρM + b, M), ρ being the share that changed; an upload uM + min((u−m)M, b) with u the share
@@ -139,10 +144,10 @@ def _authors(
     """
     model = 4 * (f.space.size + f.layout.statistics_size)
     bitmap = model / 32
-    known = shared.packed.count / f.space.size
+    known = played.shared.packed.count / f.space.size
     return {
-        "authors_down_bytes": round(sum(min(p.density * model + bitmap, model) for p in parcels.values())),
+        "authors_down_bytes": round(sum(min(p.density * model + bitmap, model) for p in played.parcels.values())),
         "authors_up_bytes": round(
-            sum(u.update.density * model + min((u.update.density - known) * model, bitmap) for u in uploads)
+            sum(u.update.density * model + min((u.update.density - known) * model, bitmap) for u in played.uploads)
         ),
     }

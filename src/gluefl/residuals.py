@@ -5,6 +5,7 @@ since the last one, and notes where everything lies and how long the file is. Wh
 is cut off when a run resumes from it.
 """
 
+import mmap
 import os
 import tempfile
 from collections import OrderedDict
@@ -31,7 +32,7 @@ class Residuals:
         self,
         size: int,
         folder: Path | None = None,
-        memory_bytes: int = 2 * 10**9,
+        memory_bytes: int = 4 * 10**8,
         half: bool = False,
         device_bytes: int = 0,
     ):
@@ -41,6 +42,7 @@ class Residuals:
         # Least recently used first: on a GPU, where they were made there, and in RAM.
         self._near: OrderedDict[int, tuple[float, Tensor]] = OrderedDict()
         self._vectors: OrderedDict[int, tuple[float, Tensor]] = OrderedDict()
+        self._free: list[Tensor] = []  # places in RAM that are not used any more
         self._unsaved: set[int] = set()
         self._offsets: dict[int, int] = {}
         self._generation, self._length = 0, 0
@@ -57,7 +59,7 @@ class Residuals:
         return len(self._near.keys() | self._vectors.keys() | self._offsets.keys())
 
     def get(self, client: int, device: torch.device | str = "cpu") -> Tensor | None:
-        """A client's vector, None if it has none."""
+        """A copy of a client's vector, None if it has none."""
         if client not in self:
             return None
         if client not in self._near and client not in self._vectors:
@@ -65,7 +67,7 @@ class Residuals:
         tier = self._near if client in self._near else self._vectors
         tier.move_to_end(client)
         scale, vector = tier[client]
-        found = vector.to(device=device, dtype=torch.float32, non_blocking=True)
+        found = vector.to(device=device, dtype=torch.float32, copy=True)
         self._spill()
         return found * scale if self.half else found
 
@@ -75,9 +77,12 @@ class Residuals:
             scale = float(vector.abs().max()) or 1.0
             vector = (vector / scale).half()
         near = vector.is_cuda and self.device_bytes >= self.record_bytes
-        (self._vectors if near else self._near).pop(client, None)
+        if near and client in self._vectors:
+            self._free.append(self._vectors.pop(client)[1])
+        elif not near:
+            self._near.pop(client, None)
         tier = self._near if near else self._vectors
-        tier[client] = (scale, vector if near else _to_ram(vector))
+        tier[client] = (scale, vector if near else self._to_ram(vector, client))
         tier.move_to_end(client)
         self._unsaved.add(client)
         self._spill()
@@ -100,6 +105,7 @@ class Residuals:
     def restore(self, saved: dict[str, Any]) -> None:
         """Go back to a checkpoint: what was appended after it is cut off."""
         self._near.clear()
+        self._free += [vector for _, vector in self._vectors.values()]
         self._vectors.clear()
         self._unsaved.clear()
         self._generation, self._length = saved["generation"], saved["length"]
@@ -123,14 +129,14 @@ class Residuals:
     def _spill(self) -> None:
         while len(self._near) > 1 and len(self._near) * self.record_bytes > self.device_bytes:
             client, (scale, vector) = self._near.popitem(last=False)
-            self._vectors[client] = (scale, _to_ram(vector))
+            self._vectors[client] = (scale, self._to_ram(vector, client))
         # What is on disk already is only forgotten.
         while len(self._vectors) > 1 and len(self._vectors) * self.record_bytes > self.memory_bytes:
             client = next(iter(self._vectors))
             if client in self._unsaved:
                 self._append(client)
                 self._unsaved.discard(client)
-            del self._vectors[client]
+            self._free.append(self._vectors.pop(client)[1])
 
     def _append(self, client: int) -> None:
         scale, vector = self._near[client] if client in self._near else self._vectors[client]
@@ -148,7 +154,7 @@ class Residuals:
         if len(data) != self.record_bytes:
             raise GlueFLError(f"{self._path} is shorter than it should be: the residual of client {client} is lost.")
         values = np.frombuffer(data, np.float16 if self.half else np.float32, offset=8)
-        return float(np.frombuffer(data, np.float64, 1)[0]), torch.from_numpy(values.copy())
+        return float(np.frombuffer(data, np.float64, 1)[0]), self._to_ram(torch.from_numpy(values.copy()), client)
 
     def _compact(self) -> None:
         """Copy what is still needed into a new file. The old one goes once a checkpoint names the new one."""
@@ -173,9 +179,16 @@ class Residuals:
             with open(self._path, "rb") as file:
                 os.fsync(file.fileno())
 
-
-def _to_ram(vector: Tensor) -> Tensor:
-    if not vector.is_cuda:
-        return vector
-    pinned = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)  # copied back without a stop
-    return pinned.copy_(vector)
+    def _to_ram(self, vector: Tensor, client: int) -> Tensor:
+        """Copy a vector into a place of its own, a used one if there is one. Vectors that lie among what training
+        allocates and frees would tear its memory into pieces too small to be used again: three times the memory."""
+        if client in self._vectors:
+            place = self._vectors[client][1]
+        elif self._free:
+            place = self._free.pop()
+        elif vector.is_cuda:
+            place = torch.empty(self.size, dtype=vector.dtype, pin_memory=True)  # copied at the speed of the bus
+        else:
+            pages = mmap.mmap(-1, max(1, self.size * vector.element_size()))
+            place = torch.frombuffer(pages, dtype=vector.dtype, count=self.size)
+        return place.copy_(vector)

@@ -16,7 +16,7 @@ from gluefl.fleet import Devices, Trip
 from gluefl.layout import Layout
 from gluefl.ledger import Ledger
 from gluefl.randomness import stream
-from gluefl.records import Record, record
+from gluefl.records import Played, Record, record
 from gluefl.residuals import Residuals
 from gluefl.sampling import Group, Pool, Sampler
 from gluefl.selection import Sparse
@@ -121,9 +121,8 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
         client: f.devices.trip(client, clock_s, parcels[client].size_bytes, sent, f.engine.work(client))
         for client, sent in up_bytes.items()
     }
-    line = record(
-        f, state, round, clock_s, groups, parcels, trips, up_bytes, uploads, shared, aggregated.update, expected
-    )
+    played = Played(round, clock_s, groups, parcels, trips, uploads, up_bytes, expected, shared, aggregated.update)
+    line = record(f, state, played)
     holders = [c for c, trip in trips.items() if trip.downloaded and c not in line.stopped]
     for client in holders:
         f.channel.deliver(client, parcels[client])
@@ -182,6 +181,8 @@ def packages(
 def encode_positions(bodies: Sequence[wire.Body], shared: wire.Shared) -> None:
     """Encode the positions of many messages, on all cores."""
     shared.prepare()
+    if shared.mask.is_cuda:
+        wire.lay_out_together(bodies)
     for encoded in [beside(wire.measure, body) for body in bodies]:
         encoded.result()
 
@@ -224,15 +225,14 @@ def collect(
     """Train the used clients and receive what they send: uploads in the order of the clients, and their bytes."""
     nominal = {client: w for group in groups for client, w in zip(group.clients, group.weights)}
     settled = {client: w for group, some in zip(groups, used) for client, w in group.settled(some).items()}
-    arriving = {}
-    shared.prepare()
+    sent = {}
     frozen = f.strategy.frozen(shared.mask)
     for outcome in f.engine.train(state.weights, state.statistics, sorted(settled), round, frozen):
         client = outcome.client
         if not math.isfinite(outcome.loss):
             raise GlueFLError(f"round {round}: the loss of client {client} is {outcome.loss}. {DIVERGED}")
         task = Task(round, shared.mask, nominal[client], f.space)
-        sent, residual = f.strategy.compress(outcome.delta, task, f.residuals.get(client, f.space.device))
+        update, residual = f.strategy.compress(outcome.delta, task, f.residuals.get(client, f.space.device))
         if residual is not None:
             f.residuals[client] = residual
         header = wire.Header(
@@ -246,13 +246,12 @@ def collect(
             loss=outcome.loss,
             samples=f.engine.work(client),
         )
-        body = wire.Body(sent, outcome.statistics, shared, sends_mask=False)
-        arriving[client] = outcome.loss, beside(f.channel.receive, header, body)
+        sent[client] = header, wire.Body(update, outcome.statistics, shared, sends_mask=False)
+    encode_positions([body for _, body in sent.values()], shared)
     uploads, up_bytes = [], {}
-    for client in sorted(arriving):
-        loss, received = arriving[client]
-        body, up_bytes[client] = received.result()
-        uploads.append(Upload(client, settled[client], body.update, body.statistics, loss))
+    for client, (header, body) in sorted(sent.items()):
+        received, up_bytes[client] = f.channel.receive(header, body)
+        uploads.append(Upload(client, settled[client], received.update, received.statistics, header.loss))
     return uploads, up_bytes
 
 

@@ -56,7 +56,7 @@ class Options:
     encode: bool = False  # encode, decode and check every message
     checkpoint_every: int = 10
     checkpoint_at_end: bool = True  # so that a run that is done can be given more rounds
-    residual_memory_bytes: int = 2 * 10**9
+    residual_memory_bytes: int = 4 * 10**8
     residual_half: bool = False  # this one does: half precision rounds what clients remember
 
 
@@ -227,8 +227,8 @@ def _open(folder: Path, description: str, resume: bool, fresh: State, journal: J
 
 
 def _same(old: str, new: str, folder: Path) -> None:
-    """A run goes on with the configuration it was started with; only its end may be moved."""
-    movable = ("rounds =", "target =", "stop_at_target =")
+    """A run goes on with the configuration it was started with; only its end and its memory may be moved."""
+    movable = ("rounds =", "target =", "stop_at_target =", "memory_gb =")
     kept = [[line for line in text.splitlines() if not line.startswith(movable)] for text in (old, new)]
     if kept[0] != kept[1]:
         differing = sorted(set(kept[0]) ^ set(kept[1]))

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from typing import Literal, Protocol
 
 import numpy as np
@@ -163,11 +164,12 @@ class Sticky:
         """Two groups. One that is too small gives what it has and the other takes the rest."""
         sticky_wanted, others_wanted = self.invitations()
         members = frozenset(state)
-        available = [client for client in rng.permutation(state).tolist() if pool.is_online(client)]
-        sticky = available[:sticky_wanted]
+        # Asked one by one, and no further than needed: whether a client is online has to be computed.
+        available = (client for client in rng.permutation(state).tolist() if pool.is_online(client))
+        sticky = list(islice(available, sticky_wanted))
         others_wanted += sticky_wanted - len(sticky)
         others = draw(rng, pool.size, others_wanted, lambda i: i not in members and pool.is_online(i))
-        sticky += available[len(sticky) :][: others_wanted - len(others)]
+        sticky += islice(available, others_wanted - len(others))
 
         sticky_quota = min(self.sticky_cohort, len(sticky))
         others_quota = min(self.cohort - sticky_quota, len(others))

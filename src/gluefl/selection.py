@@ -26,8 +26,7 @@ class Sparse:
 
     def __init__(self, positions: Tensor, values: Tensor, size: int) -> None:
         self.size = size
-        self.count = positions.numel()
-        self.positions, self.values = positions, values  # in the place of the cached ones
+        self.count, self.positions, self.values = positions.numel(), positions, values  # instead of the cached ones
 
     @classmethod
     def where(cls, mask: Tensor, vector: Tensor) -> "Sparse":
@@ -41,14 +40,17 @@ class Sparse:
     def view(cls, mask: Tensor, vector: Tensor) -> "Sparse":
         """As `where`, but nothing is computed before it is asked for: the vector must not change until then."""
         sparse = cls.__new__(cls)
-        sparse.size, sparse.count = mask.numel(), count_true(mask)
+        sparse.size = mask.numel()
         sparse._mask, sparse._vector = mask, vector
         return sparse
 
     @classmethod
     def full(cls, vector: Tensor) -> "Sparse":
         """All entries of a vector."""
-        return cls(torch.arange(vector.numel(), device=vector.device), vector, vector.numel())
+        sparse = cls.__new__(cls)
+        sparse.size = sparse.count = vector.numel()
+        sparse.values = vector
+        return sparse
 
     @classmethod
     def empty(cls, size: int, device: torch.device | str = "cpu") -> "Sparse":
@@ -59,9 +61,16 @@ class Sparse:
     _vector: Tensor
 
     @cached_property
+    def count(self) -> int:
+        """How many positions are present."""
+        return count_true(self.mask())
+
+    @cached_property
     def positions(self) -> Tensor:
         """Increasing."""
-        return positions_of(self.mask())
+        if self._mask is None:  # all of them
+            return torch.arange(self.size, device=self.values.device)
+        return positions_of(self._mask)
 
     @cached_property
     def values(self) -> Tensor:

@@ -7,7 +7,7 @@ channels-last for W1, hand-written batched products for W2.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -69,6 +69,13 @@ def model(workload: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return models.build(MODELS[workload], classes=CLASSES, channels=1)
+
+
+@cache
+def kept(workload: str) -> tuple[tuple[Tensor, Tensor], nn.Module]:
+    """Data and model, made once in a process. It has to stand in a module of its own: what a peer sends to its
+    workers by value would be made anew for every client."""
+    return Noisy().everything, model(workload)
 
 
 def bare_round(workload: str, population: Noisy) -> Callable[[np.random.Generator], None]:

@@ -109,7 +109,7 @@ class Diurnal:
         return SLOT_S * uniform(self.seed, "phase", clients)  # clients do not change all at once
 
     def latent(self, clients: Ints, slots: Ints) -> Floats:
-        """The process of each client in its slot: a sum of step functions of several lengths."""
+        """The process of each client in its slot, or of one client in several: a sum of step functions."""
         length, repeat, amplitude = _steps()
         owner, part = clients[:, None], np.arange(len(length))
         shift = (uniform(self.seed, "shift", owner, part) * np.minimum(length, repeat)).astype(np.int64)
@@ -143,7 +143,7 @@ class Diurnal:
         left, right = points[:-1], points[1:]
         # Between two points the process rests and the threshold is a straight line.
         slots = np.floor(((left + right) / 2 + phase_s) / SLOT_S).astype(np.int64)
-        process = self.latent(np.repeat(one, len(slots)), slots)
+        process = self.latent(one, slots)
         at = threshold(points)
         gap, gap_right = at[:-1] - process, at[1:] - process
         gone = (gap <= 0) | (gap_right <= 0)

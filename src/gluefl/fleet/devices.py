@@ -1,5 +1,6 @@
 """The fleet: a network, compute speeds and availability behind the three questions a round asks."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -74,7 +75,9 @@ class Fleet:
 
     def durations(self, clients: Ints, down_bytes: int, up_bytes: int, samples: int) -> tuple[Floats, Floats, Floats]:
         """Download, compute and upload seconds of many clients, if they stay: ranks a whole population."""
-        speeds = self.speeds(clients)
+        return self._durations(self.speeds(clients), down_bytes, up_bytes, samples)
+
+    def _durations(self, speeds: Speeds, down_bytes: int, up_bytes: int, samples: int) -> tuple[Floats, Floats, Floats]:
         return (
             self.latency_s + down_bytes * MEGABITS_PER_BYTE / speeds.down_mbps,
             samples * speeds.ms_per_sample / 1000.0,
@@ -96,7 +99,7 @@ class Fleet:
 
     def trip(self, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int) -> Trip:
         """Download, train, upload; lost at the moment it goes offline before all is done."""
-        parts = self.durations(np.array([client], np.int64), down_bytes, up_bytes, samples)
+        parts = self._durations(_speeds_of(self, client), down_bytes, up_bytes, samples)
         download_s, compute_s, upload_s = (float(part[0]) for part in parts)
         arrival_s = download_s + compute_s + upload_s
         stays_s = self._availability().online_until(client, clock_s, clock_s + arrival_s) - clock_s
@@ -119,6 +122,12 @@ class Fleet:
         if self.availability == "file" and self.availability_file is not None:
             return RecordedSessions(self.availability_file, self.repeat_traces)
         raise UsageError("\n".join(_wrong_options(self)))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _speeds_of(fleet: Fleet, client: int) -> Speeds:
+    # A round asks twice for every client it uses, and a sticky client comes back.
+    return fleet.speeds(np.array([client], np.int64))
 
 
 def _wrong_options(fleet: Fleet) -> list[str]:

@@ -20,7 +20,7 @@ from gluefl.flower.device import Device
 from gluefl.flower.exchange import Exchange
 from gluefl.flower.nodes import Nodes
 from gluefl.journal import Journal, Line
-from gluefl.records import record
+from gluefl.records import Played, record
 from gluefl.replica import Replica
 from gluefl.residuals import Residuals
 from gluefl.round import Federation, State, aggregate, packages, publish, start
@@ -108,15 +108,27 @@ class Session:
             uploads, up_bytes = [], {}
             aggregated = aggregate(f, state, uploads, round)
         self.nodes.trips = dict(exchange.trips)
-        played = record(
-            f, state, round, exchange.clock_s, exchange.groups, exchange.parcels, exchange.trips, up_bytes, uploads,
-            exchange.shared, aggregated.update, state.up_bytes or 0,
-        )  # fmt: skip
+        written = record(
+            f,
+            state,
+            Played(
+                round=round,
+                clock_s=exchange.clock_s,
+                groups=exchange.groups,
+                parcels=exchange.parcels,
+                trips=exchange.trips,
+                uploads=uploads,
+                up_bytes=up_bytes,
+                expected_up_bytes=state.up_bytes or 0,
+                shared=exchange.shared,
+                update=aggregated.update,
+            ),
+        )
         self._hold(exchange.holds)
         unused = exchange.parcels.keys() - up_bytes.keys()
-        self.state = publish(f, self.state, round, played.clock_s, aggregated, (), up_bytes, unused)
+        self.state = publish(f, self.state, round, written.clock_s, aggregated, (), up_bytes, unused)
         self.accepted |= {client: (round, exchange.used[client].digest) for client in up_bytes}
-        line = played.line
+        line = written.line
         fates = {c: "refused" if fate == "used" and c not in up_bytes else fate for c, fate in exchange.fates.items()}
         line["clients"]["fate"] = [fates[client] for client in exchange.parcels]
         return line | {

@@ -12,6 +12,7 @@ from gluefl.wire.messages import (
     decode,
     encode,
     encode_body,
+    lay_out_together,
     measure,
     replica_hash,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "decode",
     "encode",
     "encode_body",
+    "lay_out_together",
     "measure",
     "pack",
     "replica_hash",

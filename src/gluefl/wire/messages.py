@@ -7,6 +7,7 @@ of a package depends only on the version a client holds, so that it is encoded o
 import hashlib
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from gluefl.errors import WireError
 from gluefl.selection import Sparse, count_true, positions_of
-from gluefl.wire.positions import LaidOut, Packed, lay_out, pack, squeeze, unpack
+from gluefl.wire.positions import LaidOut, Packed, lay_out, lay_out_rows, pack, squeeze, unpack
 
 MAGIC = b"GLUE"
 FORMAT = 1
@@ -34,6 +35,7 @@ HEADER_BYTES = HEADER.size + 4
 SECTION = struct.Struct("<BBHIQ")
 
 ABSOLUTE, BESIDE_MASK, KNOWN = range(3)  # relation of a set of positions to the shared mask
+AT_A_TIME = 1 << 28  # positions of many bodies that are laid out together
 RAW = 0  # the codec of values: as they are, little-endian
 
 
@@ -102,6 +104,29 @@ class Body:
         """Them, encoded."""
         relation, laid_out = self.laid_out
         return relation, squeeze(laid_out)
+
+
+def lay_out_together(bodies: Sequence[Body]) -> None:
+    """Lay out the positions of bodies that share one mask, many at a time: for a GPU, where every call counts."""
+    bodies = [body for body in bodies if vars(body.update).get("count") != body.update.size]  # whole ones have no mask
+    if not bodies:
+        return
+    shared, size = bodies[0].shared, bodies[0].update.size
+    known, some = count_true(shared.mask), max(1, AT_A_TIME // size)
+    for chunk in (bodies[at : at + some] for at in range(0, len(bodies), some)):
+        masks = torch.stack([body.update.mask() for body in chunk])
+        counts, inside = torch.stack([masks.sum(1), (masks & shared.mask).sum(1)]).tolist()
+        beside = [i for i in range(len(chunk)) if known and inside[i] == known and counts[i] < size]
+        alone = [i for i in range(len(chunk)) if i not in beside]
+        found: dict[int, tuple[int, LaidOut]] = {}
+        if beside:
+            rows = lay_out_rows(masks[beside][:, shared.outside], [counts[i] - known for i in beside])
+            found |= zip(beside, ((BESIDE_MASK, row) for row in rows))
+        if alone:
+            rows = lay_out_rows(masks[alone], [counts[i] for i in alone])
+            found |= zip(alone, ((ABSOLUTE, row) for row in rows))
+        for i, body in enumerate(chunk):  # in the place of what they would compute one by one
+            vars(body)["laid_out"], vars(body.update)["count"] = found[i], counts[i]
 
 
 def measure(body: Body) -> int:

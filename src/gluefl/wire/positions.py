@@ -4,6 +4,7 @@ Measured in the notes of the project: at a density of 20% a bitmap through zstd 
 and gaps through zstd take over below about an eighth.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,25 @@ def lay_out(mask: Tensor, count: int) -> LaidOut:
     return LaidOut(size, count, _to_bitmap(mask), gaps)
 
 
+def lay_out_rows(masks: Tensor, counts: Sequence[int]) -> list[LaidOut]:
+    """As `lay_out` for every row of a matrix, in a handful of calls to a GPU: one call costs as much as its work."""
+    size, bitmaps = masks.shape[1], _bitmaps(masks)
+    gaps: dict[int, bytes] = {}
+    for absent in (False, True):
+        few = [
+            i
+            for i, count in enumerate(counts)
+            if 0 < count < size and (size - count if absent else count) <= SPARSE * size and i not in gaps
+        ]
+        if few:
+            some = masks[few]
+            gaps |= zip(few, _gaps_of_rows(~some if absent else some))
+    return [
+        LaidOut(size, count) if count in (0, size) else LaidOut(size, count, bitmaps[i].tobytes(), gaps.get(i))
+        for i, count in enumerate(counts)
+    ]
+
+
 def squeeze(laid_out: LaidOut) -> Packed:
     """The shortest encoding of the positions; zstd lets other threads run meanwhile."""
     size, count = laid_out.size, laid_out.count
@@ -100,10 +120,21 @@ def unpack(packed: Packed, size: int) -> Tensor:
 
 def _to_bitmap(mask: Tensor) -> bytes:
     # Least significant bit first. On a GPU the bits are packed there: an eighth of the bytes crosses the bus.
-    if not mask.is_cuda:
-        return np.packbits(mask.numpy(), bitorder="little").tobytes()
-    eights = torch.nn.functional.pad(mask, (0, -mask.numel() % 8)).view(torch.int64)
-    return (eights * GATHER_BITS >> 56).to(torch.uint8).cpu().numpy().tobytes()
+    if mask.is_cuda:
+        return _bitmaps(mask.unsqueeze(0)).tobytes()
+    return np.packbits(mask.numpy(), bitorder="little").tobytes()
+
+
+def _bitmaps(masks: Tensor) -> np.ndarray:
+    eights = torch.nn.functional.pad(masks, (0, -masks.shape[1] % 8)).view(torch.int64)
+    return _to_host((eights * GATHER_BITS >> 56).to(torch.uint8))
+
+
+def _to_host(values: Tensor) -> np.ndarray:
+    if not values.is_cuda:
+        return values.numpy()
+    # Pinned memory is copied to at four times the speed; PyTorch keeps it for the next time.
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values).numpy()
 
 
 def _from_bitmap(data: bytes, size: int) -> np.ndarray:
@@ -118,7 +149,7 @@ def _from_bitmap(data: bytes, size: int) -> np.ndarray:
 def _gaps(mask: Tensor) -> bytes:
     """LEB128 varints of position − previous position − 1, the one before the first being −1."""
     if mask.is_cuda:
-        return _gaps_on_gpu(mask)
+        return _gaps_of_rows(mask.unsqueeze(0))[0]
     gaps = np.diff(positions_of(mask).numpy(), prepend=-1) - 1
     lengths = np.ones(gaps.size, np.int64)
     for i in range(1, LONGEST_VARINT):
@@ -131,14 +162,20 @@ def _gaps(mask: Tensor) -> bytes:
     return varints.tobytes()
 
 
-def _gaps_on_gpu(mask: Tensor) -> bytes:
-    positions = positions_of(mask)
-    gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)).sub_(1).unsqueeze(1)
-    shifts = torch.arange(0, 7 * LONGEST_VARINT, 7, device=mask.device)
-    sevens, follow = gaps >> shifts & 0x7F, gaps >> shifts + 7 > 0
+def _gaps_of_rows(masks: Tensor) -> list[bytes]:
+    row, column = masks.nonzero().to(torch.int32).unbind(1)
+    gaps = torch.diff(column, prepend=column.new_zeros(1)).sub_(1)
+    starts = torch.diff(row, prepend=row.new_full((1,), -1)) != 0
+    gaps = torch.where(starts, column, gaps).unsqueeze(1)
+    longest = max(1, -(-int(gaps.max()).bit_length() // 7))
+    shifts = torch.arange(0, 7 * longest, 7, dtype=torch.int32, device=masks.device)
     there = gaps >> shifts > 0
     there[:, 0] = True
-    return (sevens | follow.long() << 7).to(torch.uint8)[there].cpu().numpy().tobytes()
+    follow = gaps >> (shifts + 7).clamp_(max=31) > 0
+    varints = (gaps >> shifts & 0x7F | follow.int() << 7).to(torch.uint8)
+    lengths = torch.zeros(len(masks), dtype=torch.long, device=masks.device).index_add_(0, row, there.sum(1))
+    data, ends = _to_host(varints[there]), np.cumsum(lengths.tolist())
+    return [data[end - length : end].tobytes() for end, length in zip(ends, np.diff(ends, prepend=0))]
 
 
 def _from_gaps(data: bytes, count: int, size: int) -> np.ndarray:
