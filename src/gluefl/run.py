@@ -135,31 +135,8 @@ def train(
     if folder is not None:
         state = _open(folder, description, resume, state, journal, federation.residuals)
     evaluator = Evaluator(module, layout, population, loss, metric, evaluation_batch, device)
-
-    def finished() -> bool:
-        reached = reached_round(journal.lines, target, average)
-        return state.round >= rounds or (stop_at_target and reached is not None)
-
-    with _interruptible() as interrupted:
-        stop = False
-        while not (finished() or stop or interrupted):
-            began = time.perf_counter()
-            state, played = play(federation, state)
-            line = played.line
-            if state.round % evaluate_every == 0 or state.round == rounds:
-                found = evaluator(state.weights, state.statistics)
-                if not math.isfinite(found.loss):
-                    raise GlueFLError(f"round {state.round}: the test loss is {found.loss}: the training diverged.")
-                line |= {"accuracy": found.accuracy, "test_loss": found.loss}
-            line["wall_s"] = time.perf_counter() - began
-            journal.append(line)
-            stop = any([callback(line, state) for callback in callbacks])  # noqa: C419 - every callback is called
-            ends = stop or interrupted or (options.checkpoint_at_end and finished())
-            if folder and (state.round % options.checkpoint_every == 0 or ends):
-                checkpoint.save(folder / "checkpoint", state, federation.residuals)
-    if interrupted:
-        hint = f" Go on with --resume --out {folder}." if folder else ""
-        raise GlueFLError(f"interrupted after round {state.round} of {rounds}.{hint}")
+    plan = _Plan(rounds, target, average, stop_at_target, evaluate_every, tuple(callbacks), folder, options)
+    state = _carry_out(plan, federation, state, journal, evaluator)
 
     summary = _summary(federation, journal, strategy, seed, target, average)
     summary |= {"trainer": type(trainer).__name__.lower(), "client_accuracy": None}
@@ -170,6 +147,49 @@ def train(
         save_file(named, folder / "model.safetensors")
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return Result(module.cpu().eval(), journal.lines, summary)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """When a run ends, and what happens between its rounds."""
+
+    rounds: int
+    target: float | None
+    average: int
+    stop_at_target: bool
+    evaluate_every: int
+    callbacks: tuple[Callback, ...]
+    folder: Path | None
+    options: Options
+
+    def is_over(self, state: State, journal: Journal) -> bool:
+        reached = reached_round(journal.lines, self.target, self.average)
+        return state.round >= self.rounds or (self.stop_at_target and reached is not None)
+
+
+def _carry_out(plan: _Plan, f: Federation, state: State, journal: Journal, evaluator: Evaluator) -> State:
+    """Round after round; what is journaled and checkpointed survives whatever happens then."""
+    with _interruptible() as interrupted:
+        stop = False
+        while not (plan.is_over(state, journal) or stop or interrupted):
+            began = time.perf_counter()
+            state, played = play(f, state)
+            line = played.line
+            if state.round % plan.evaluate_every == 0 or state.round == plan.rounds:
+                found = evaluator(state.weights, state.statistics)
+                if not math.isfinite(found.loss):
+                    raise GlueFLError(f"round {state.round}: the test loss is {found.loss}: the training diverged.")
+                line |= {"accuracy": found.accuracy, "test_loss": found.loss}
+            line["wall_s"] = time.perf_counter() - began
+            journal.append(line)
+            stop = any([callback(line, state) for callback in plan.callbacks])  # noqa: C419 - every one is called
+            ends = stop or interrupted or (plan.options.checkpoint_at_end and plan.is_over(state, journal))
+            if plan.folder and (state.round % plan.options.checkpoint_every == 0 or ends):
+                checkpoint.save(plan.folder / "checkpoint", state, f.residuals)
+    if interrupted:
+        hint = f" Go on with --resume --out {plan.folder}." if plan.folder else ""
+        raise GlueFLError(f"interrupted after round {state.round} of {plan.rounds}.{hint}")
+    return state
 
 
 def _summary(

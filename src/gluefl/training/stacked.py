@@ -203,19 +203,24 @@ class Stacked:
         stack.weights.sub_(stack.velocity)
 
     def _check(self, weights: Tensor, statistics: Tensor, inputs: Tensor, labels: Tensor) -> None:
-        """A forward pass that mixes the samples of a batch by itself is found out here, before anything is trained."""
+        """Before anything is trained: do the kernels compile here, and does the forward pass treat every sample by
+        itself? One that does not would mix the clients."""
         assert self._many is not None
         batches = inputs[:2], labels[:2]
         after = statistics.expand(len(batches[0]), -1)
-        _, (losses, _) = self._by_layers(weights[self._many.order].expand(len(after), -1), after, *batches)
         _, (expected, _) = self._by_vmap(weights.expand(len(after), -1), after, *batches)
-        if not torch.allclose(losses, expected, rtol=ALIKE[losses.dtype], atol=0):
-            warnings.warn(
-                f"{type(self.module).__name__} does more with a batch than to compute its samples one by one: "
-                "it is trained by vmap, which is slower.",
-                stacklevel=2,
-            )
-            self._many = None
+        try:
+            _, (losses, _) = self._by_layers(weights[self._many.order].expand(len(after), -1), after, *batches)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = f"our layers for many clients cannot run here or with this model ({str(error).strip()[:300]})"
+        else:
+            if torch.allclose(losses, expected, rtol=ALIKE[losses.dtype], atol=0):
+                return
+            reason = f"{type(self.module).__name__} does more with a batch than to compute its samples one by one"
+        warnings.warn(f"{reason}: it is trained by vmap, which is slower.", stacklevel=2)
+        self._many = None
 
     @cached_property
     def _many(self) -> ManyClients | None:
