@@ -36,10 +36,12 @@ def test_what_does_not_fit_is_on_disk_and_what_fits_is_not(tmp_path) -> None:
     store[1], store[2] = vector(1), vector(2)
     assert not (tmp_path / "new").exists()
     store[3] = vector(3)
+    store.flush()
     (file,) = (tmp_path / "new").iterdir()
     assert file.stat().st_size == store.record_bytes
     store.get(2)  # used last: 3 is spilled before it
     store[4] = vector(4)
+    store.flush()
     assert file.stat().st_size == 2 * store.record_bytes
     assert all(torch.equal(store.get(client), vector(client)) for client in (1, 2, 3, 4))
 

@@ -8,7 +8,8 @@ is cut off when a run resumes from it.
 import mmap
 import os
 import tempfile
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gluefl.cores import beside
 from gluefl.errors import GlueFLError
 
+WRITES = 4  # at a time, beside the training
 GARBAGE = 2.0  # the file is compacted when it is this many times as long as what it still holds
 
 
@@ -42,6 +45,7 @@ class Residuals:
         # Least recently used first: on a GPU, where they were made there, and in RAM.
         self._near: OrderedDict[int, tuple[float, Tensor]] = OrderedDict()
         self._vectors: OrderedDict[int, tuple[float, Tensor]] = OrderedDict()
+        self._writing: deque[Future[None]] = deque()
         self._free: list[Tensor] = []  # places in RAM that are not used any more
         self._unsaved: set[int] = set()
         self._offsets: dict[int, int] = {}
@@ -104,6 +108,7 @@ class Residuals:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Go back to a checkpoint: what was appended after it is cut off."""
+        self.flush()
         self._near.clear()
         self._free += [vector for _, vector in self._vectors.values()]
         self._vectors.clear()
@@ -136,28 +141,37 @@ class Residuals:
             if client in self._unsaved:
                 self._append(client)
                 self._unsaved.discard(client)
-            self._free.append(self._vectors.pop(client)[1])
+                # Its place is free when it is written.
+                place = self._vectors.pop(client)[1]
+                self._writing[-1].add_done_callback(lambda _, place=place: self._free.append(place))  # type: ignore[misc]
+            else:
+                self._free.append(self._vectors.pop(client)[1])
 
     def _append(self, client: int) -> None:
         scale, vector = self._near[client] if client in self._near else self._vectors[client]
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "ab") as file:
-            file.truncate(self._length)  # a record that was cut off by a crash is written over
-            file.write(np.float64(scale).tobytes() + vector.cpu().numpy().tobytes())
+        if len(self._writing) >= WRITES:
+            self._writing.popleft().result()
+        self._writing.append(beside(_write, self._path, self._length, scale, vector))
         self._offsets[client] = self._length
         self._length += self.record_bytes
 
+    def flush(self) -> None:
+        """Wait until everything that was appended is in the file; what went wrong is raised here."""
+        while self._writing:
+            self._writing.popleft().result()
+
     def _read(self, client: int) -> tuple[float, Tensor]:
-        with open(self._path, "rb") as file:
-            file.seek(self._offsets[client])
-            data = file.read(self.record_bytes)
-        if len(data) != self.record_bytes:
+        self.flush()
+        data = np.fromfile(self._path, np.uint8, self.record_bytes, offset=self._offsets[client])
+        if data.size != self.record_bytes:
             raise GlueFLError(f"{self._path} is shorter than it should be: the residual of client {client} is lost.")
-        values = np.frombuffer(data, np.float16 if self.half else np.float32, offset=8)
-        return float(np.frombuffer(data, np.float64, 1)[0]), self._to_ram(torch.from_numpy(values.copy()), client)
+        values = data[8:].view(np.float16 if self.half else np.float32)
+        return float(data[:8].view(np.float64)[0]), self._to_ram(torch.from_numpy(values), client)
 
     def _compact(self) -> None:
         """Copy what is still needed into a new file. The old one goes once a checkpoint names the new one."""
+        self.flush()
         old, offsets = self._path, self._offsets
         self._generation, self._length, self._offsets = self._generation + 1, 0, {}
         with open(old, "rb") as source, open(self._path, "wb") as target:
@@ -175,6 +189,7 @@ class Residuals:
                 other.unlink()
 
     def _sync(self) -> None:
+        self.flush()
         if self._path.exists():
             with open(self._path, "rb") as file:
                 os.fsync(file.fileno())
@@ -192,3 +207,12 @@ class Residuals:
             pages = mmap.mmap(-1, max(1, self.size * vector.element_size()))
             place = torch.frombuffer(pages, dtype=vector.dtype, count=self.size)
         return place.copy_(vector)
+
+
+def _write(path: Path, offset: int, scale: float, vector: Tensor) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
+        file.seek(offset)
+        for part in (np.array([scale], np.float64), vector.cpu().numpy()):
+            rest = part.data.cast("B") if part.size else memoryview(b"")
+            while rest:
+                rest = rest[file.write(rest) :]
