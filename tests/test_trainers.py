@@ -244,3 +244,25 @@ def test_every_kind_of_layer_for_many_clients():
     for a, b in zip(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments), found):
         assert torch.linalg.norm(a.delta - b.delta) <= 1e-9 * torch.linalg.norm(a.delta)
         torch.testing.assert_close(a.statistics, b.statistics, rtol=1e-9, atol=1e-12)
+
+
+class Viewing(torch.nn.Module):
+    """Flattens by `view`, as many models do; that needs the channels first."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = torch.nn.Conv2d(1, 3, 3), torch.nn.Linear(3 * 26 * 26, 10)
+
+    def forward(self, x):
+        x = self.conv(x).relu()
+        return self.head(x.view(x.size(0), -1))
+
+
+def test_workers_train_a_model_that_needs_its_channels_first():
+    module = Viewing().double()
+    layout = Layout.of(module, torch.float64)
+    arguments = (*layout.flatten(module), jobs(PLAIN, 28, torch.float64, CPU, uneven=False), PLAIN, 0.01, None)
+    workers = Workers(module, layout, lambda x: x, cross_entropy)
+    for a, b in zip(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments), workers.train(*arguments)):
+        torch.testing.assert_close(a.delta, b.delta, rtol=1e-9, atol=1e-15)
+    assert not workers.channels_last

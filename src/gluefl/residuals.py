@@ -20,6 +20,7 @@ from torch import Tensor
 from gluefl.cores import beside
 from gluefl.errors import GlueFLError
 
+SLAB = 1 << 26  # bytes that are taken from the system at a time
 WRITES = 4  # at a time, beside the training
 GARBAGE = 2.0  # the file is compacted when it is this many times as long as what it still holds
 
@@ -86,6 +87,8 @@ class Residuals:
         elif not near:
             self._near.pop(client, None)
         tier = self._near if near else self._vectors
+        if near and vector._base is not None:
+            vector = vector.clone()  # a row of a matrix would keep the matrix
         tier[client] = (scale, vector if near else self._to_ram(vector, client))
         tier.move_to_end(client)
         self._unsaved.add(client)
@@ -201,12 +204,21 @@ class Residuals:
             place = self._vectors[client][1]
         elif self._free:
             place = self._free.pop()
-        elif vector.is_cuda:
-            place = torch.empty(self.size, dtype=vector.dtype, pin_memory=True)  # copied at the speed of the bus
         else:
-            pages = mmap.mmap(-1, max(1, self.size * vector.element_size()))
-            place = torch.frombuffer(pages, dtype=vector.dtype, count=self.size)
+            self._free += _places(self.size, vector)
+            place = self._free.pop()
         return place.copy_(vector)
+
+
+def _places(size: int, like: Tensor) -> list[Tensor]:
+    """Room for several vectors, in pages of their own; for those that come from a GPU in pinned ones."""
+    count = min(256, max(1, SLAB // max(1, size * like.element_size())))
+    if like.is_cuda:
+        room = torch.empty(count * size, dtype=like.dtype, pin_memory=True)
+    else:
+        pages = mmap.mmap(-1, max(1, count * size * like.element_size()))
+        room = torch.frombuffer(pages, dtype=like.dtype, count=count * size)
+    return list(room.view(count, size))
 
 
 def _write(path: Path, offset: int, scale: float, vector: Tensor) -> None:

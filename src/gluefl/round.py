@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gluefl import wire
 from gluefl.channel import Channel, Parcel
-from gluefl.cores import beside
 from gluefl.errors import GlueFLError
 from gluefl.fleet import Devices, Trip
 from gluefl.layout import Layout
@@ -158,7 +157,7 @@ def packages(
     for base in {state.ledger.base(client) for group in groups for client in group.clients}:
         update = Sparse.view(state.ledger.missing(base), state.weights)
         bodies[base] = wire.Body(update, state.statistics, shared, sends_mask=True)
-    encode_positions([*bodies.values()], shared)
+    wire.encode_positions([*bodies.values()])
     parcels = {}
     for group in groups:
         for client, weight in zip(group.clients, group.weights):
@@ -176,15 +175,6 @@ def packages(
             )
             parcels[client] = f.channel.send(header, bodies[base])
     return parcels
-
-
-def encode_positions(bodies: Sequence[wire.Body], shared: wire.Shared) -> None:
-    """Encode the positions of many messages, on all cores."""
-    shared.prepare()
-    if shared.mask.is_cuda:
-        wire.lay_out_together(bodies)
-    for encoded in [beside(wire.measure, body) for body in bodies]:
-        encoded.result()
 
 
 def expected_upload(f: Federation, shared: wire.Shared, round: int) -> int:
@@ -247,7 +237,7 @@ def collect(
             samples=f.engine.work(client),
         )
         sent[client] = header, wire.Body(update, outcome.statistics, shared, sends_mask=False)
-    encode_positions([body for _, body in sent.values()], shared)
+    wire.encode_positions([body for _, body in sent.values()])
     uploads, up_bytes = [], {}
     for client, (header, body) in sorted(sent.items()):
         received, up_bytes[client] = f.channel.receive(header, body)

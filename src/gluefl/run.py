@@ -97,7 +97,6 @@ def train(
         raise UsageError(f"seed = {seed}: a seed is a whole number from 0 up.")
     options, sgd = options or Options(), training or LocalSGD()
     device = _device(options.device)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
     module = copy.deepcopy(model).to(device)
     if initial_weights is not None:
         _load_weights(module, initial_weights)
@@ -169,7 +168,7 @@ class _Plan:
 
 def _carry_out(plan: _Plan, f: Federation, state: State, journal: Journal, evaluator: Evaluator) -> State:
     """Round after round; what is journaled and checkpointed survives whatever happens then."""
-    with _interruptible() as interrupted:
+    with _interruptible() as interrupted, _products(plan.options):
         stop = False
         while not (plan.is_over(state, journal) or stop or interrupted):
             began = time.perf_counter()
@@ -270,6 +269,8 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # streams, graphs and kernels go to the current device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
     return device
@@ -298,6 +299,17 @@ def _describe(seed: int, module: nn.Module, population: Population, *parts: Any)
         tables.append(f"\n[{type(part).__name__}]")
         tables += [f"{key} = {json.dumps(value, default=str)}" for key, value in values.items()]
     return "\n".join(tables) + "\n"
+
+
+@contextmanager
+def _products(options: Options) -> Iterator[None]:
+    """How exact products on a GPU are, as long as a run goes on."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @contextmanager

@@ -51,6 +51,10 @@ class Fleet:
     repeat_traces: bool = False  # more clients than the trace holds: from its start again
     timed: bool = field(default=True, init=False)
 
+    def __post_init__(self) -> None:
+        for name in ("uniform_down_mbps", "uniform_up_mbps"):  # lists would do, but a fleet is a key
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
     def check(self, clients: int) -> None:
         """Refuse options that cannot work, all at once, and traces too short for `clients`."""
         if wrong := _wrong_options(self):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _NormBase
 
 from gluefl.layout import Layout, split
 
@@ -21,6 +22,7 @@ class Layer(nn.Module):
     """Has its own weights of every client put in place before a forward pass: (clients, …), views of a matrix."""
 
     clients: int
+    calls: int  # of a normalisation, since the forward pass began
     weight: Tensor
     bias: Tensor | None
 
@@ -33,6 +35,11 @@ class Layer(nn.Module):
     def how(self) -> Any:
         """The layer it stands for: strides, momentum, …"""
         return self._original[0]
+
+    def __getattr__(self, name: str) -> Any:  # a forward pass may ask for `in_features` and the like
+        if name == "_original":
+            raise AttributeError(name)
+        return getattr(self._original[0], name)
 
 
 class Linear(Layer):
@@ -55,7 +62,7 @@ class Convolution(Layer):
 
         how = self.how
         x = _pixels(x, self.clients)
-        if how.kernel_size == (1, 1) and how.padding == (0, 0):
+        if how.kernel_size == (1, 1) and how.padding == (0, 0) and how.groups == 1:
             if how.stride != (1, 1):
                 x = x[:, :, :: how.stride[0], :: how.stride[1]]
             y = _product(x.reshape(self.clients, -1, x.shape[-1]), self.weight.flatten(2), self.bias)
@@ -75,11 +82,12 @@ class BatchNorm(Layer):
         """Every client's samples are normalised by themselves."""
         from gluefl.training.kernels import normalise
 
-        pixels = _pixels(x, self.clients) if x.dim() == 4 else x.reshape(self.clients, -1, x.shape[-1])
-        rows = pixels.reshape(self.clients, -1, pixels.shape[-1])
+        self.calls += 1
+        last = x.movedim(1, -1).contiguous()  # (clients · batch, …, c)
+        rows = last.view(self.clients, -1, last.shape[-1])
         running = None if self.running_mean is None else (self.running_mean, self.running_var)
         y: Tensor = normalise.BatchNorm.apply(rows, self.weight, self.bias, running, self.how.momentum, self.how.eps)
-        return _picture(y.view(pixels.shape)) if x.dim() == 4 else y.view(x.shape)
+        return y.view(last.shape).movedim(-1, 1)
 
 
 class GroupNorm(Layer):
@@ -127,23 +135,24 @@ class ManyClients:
                 place = place.permute(2, 3, 0, 1)
             places.append(place.flatten())
             self.shapes.append(place.shape)
-        counters = torch.zeros(layout.statistics_size)
-        for part in layout.statistics:
-            counters[part.start] = part.name.endswith("num_batches_tracked")
         device = next(iter(layers.values())).how.weight.device
+        self._raised: Tensor | None = None
         self.order = torch.cat(places).to(device)  # the stack's weights are vector[order]
         self.back = self.order.argsort()
-        self.counters = counters.to(device)
 
     @classmethod
     def of(cls, module: nn.Module, layout: Layout) -> "ManyClients | None":
         """Exchange the layers of a copy."""
-        owners = {name: m for name, m in module.named_modules() if [*m.parameters(False), *m.buffers(False)]}
-        if "" in owners or len({id(m) for m in owners.values()}) < len(owners):
+        everything = dict(module.named_modules(remove_duplicate=False))
+        owners = {name: m for name, m in everything.items() if [*m.parameters(False), *m.buffers(False)]}
+        parameters = [parameter for _, parameter in module.named_parameters(remove_duplicate=False)]
+        if "" in owners or not all(_is_ours(m) for m in owners.values()):
             return None
-        if any(type(m) not in LAYERS or not LAYERS[type(m)][1](m) for m in owners.values()):
+        if any(isinstance(m, _NormBase) and name not in owners for name, m in everything.items()):
+            return None  # it normalises over the batch, and has nothing by which it would be exchanged
+        if len(set(map(id, owners.values()))) < len(owners) or len(set(map(id, parameters))) < len(parameters):
             return None
-        if not all(parameter.requires_grad for parameter in module.parameters()):
+        if not all(parameter.requires_grad for parameter in parameters):
             return None
         many, layers = copy.deepcopy(module), dict[str, Layer]()
         for name in owners:
@@ -151,12 +160,25 @@ class ManyClients:
             original = many.get_submodule(name)
             layers[name] = LAYERS[type(original)][0](original)
             setattr(many.get_submodule(parent), child, layers[name])
+            for tensor in original.parameters():  # whoever reaches it another way than by its name shall notice
+                tensor.detach().fill_(torch.nan)
         return cls(many, layers, layout)
 
     def pieces(self, weights: Tensor) -> list[Tensor]:
         """The tensors in the rows of a stack, as views: (clients, …)."""
         split_up = torch.split(weights, [shape.numel() for shape in self.shapes], dim=1)
         return [piece.unflatten(1, shape) for piece, shape in zip(split_up, self.shapes)]
+
+    def _count(self, statistics: Tensor) -> None:
+        """Raise the counters of batches, all in one go."""
+        if self._raised is None:
+            raised = torch.zeros(self.layout.statistics_size)
+            for part in self.layout.statistics:
+                owner, _, name = part.name.rpartition(".")
+                if name == "num_batches_tracked":
+                    raised[part.start] = self.layers[owner].calls
+            self._raised = raised.to(statistics.device)
+        statistics += self._raised.to(statistics.dtype)
 
     def __call__(self, pieces: Sequence[Tensor], statistics: Tensor, inputs: Tensor) -> Tensor:
         """Outputs (clients, batch, …) for inputs (clients · batch, …). The statistics are moved in place."""
@@ -168,10 +190,13 @@ class ManyClients:
             owner, _, buffer = name.rpartition(".")
             setattr(self.layers[owner], buffer, tensor)
         for layer in self.layers.values():
-            layer.clients = clients
+            layer.clients, layer.calls = clients, 0
         outputs: Tensor = self.module(inputs)
         if self.layout.statistics:
-            statistics += self.counters.to(statistics.dtype)
+            self._count(statistics)
+        for layer in self.layers.values():  # what autograd needs of them it keeps itself
+            for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+                vars(layer).pop(name, None)
         return outputs.reshape(clients, -1, *outputs.shape[1:])
 
 
@@ -191,6 +216,12 @@ class Product(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         back = torch.bmm(gradient, weight) if ctx.needs_input_grad[0] else None
         return back, torch.bmm(gradient.transpose(1, 2), rows)
+
+
+def _is_ours(layer: nn.Module) -> bool:
+    kind, plain = LAYERS.get(type(layer), (None, None))
+    hooks = [*layer._forward_hooks, *layer._forward_pre_hooks, *layer._backward_hooks, *layer._backward_pre_hooks]
+    return kind is not None and plain is not None and plain(layer) and layer.training and not hooks
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -50,6 +50,7 @@ class Workers:
         if self._pool is None:
             # In a thread of the pool torch uses one core; the cores are shared between clients instead.
             self._pool = ThreadPoolExecutor(self.count, initializer=torch.set_num_threads, initargs=(1,))
+            self.channels_last = self.channels_last and self._takes_channels_last(jobs[0])
             for _ in range(self.count):
                 self._benches.put(Bench.of(copy.deepcopy(self.module), self.layout, self.channels_last))
 
@@ -72,6 +73,17 @@ class Workers:
             for future in running:
                 future.cancel()
 
+    @torch.no_grad()
+    def _takes_channels_last(self, job: Job) -> bool:
+        # `x.view(len(x), -1)` after a convolution needs the channels first.
+        module = copy.deepcopy(self.module).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        inputs = self.transform(job.samples.inputs[job.batches[0]])
+        try:
+            module(inputs.contiguous(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs)
+        except RuntimeError:
+            return False
+        return True
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -82,6 +94,7 @@ class Bench:
     parameters: list[Tensor]
     buffers: list[Tensor]
     velocity: list[Tensor]
+    channels_last: bool
 
     @classmethod
     def of(cls, module: nn.Module, layout: Layout, channels_last: bool) -> "Bench":
@@ -97,6 +110,7 @@ class Bench:
             parameters,
             [buffers[part.name] for part in layout.statistics],
             [torch.zeros_like(parameter) for parameter in parameters],
+            channels_last,
         )
 
     def train(
@@ -119,7 +133,7 @@ class Bench:
                 buffer.copy_(view if buffer.is_floating_point() else view.round())
         order = job.batches.reshape(-1)
         inputs, labels = transform(job.samples.inputs[order]), job.samples.labels[order]
-        if inputs.dim() == 4 and not inputs.is_contiguous(memory_format=torch.channels_last):
+        if self.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         total, batch = torch.zeros(()), job.batches.shape[1]
         for step in range(len(job.batches)):

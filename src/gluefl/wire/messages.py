@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gluefl.cores import beside
 from gluefl.errors import WireError
 from gluefl.selection import Sparse, count_true, positions_of
 from gluefl.wire.positions import LaidOut, Packed, lay_out, lay_out_rows, pack, squeeze, unpack
@@ -74,8 +75,9 @@ class Shared:
         return positions_of(~self.mask)
 
     def prepare(self) -> None:
-        """Compute both, before several threads ask for them at once."""
-        _ = self.packed, self.outside
+        """Compute what is needed, before several threads ask for it at once."""
+        if self.packed.count:
+            _ = self.outside
 
 
 @dataclass(frozen=True)
@@ -90,20 +92,41 @@ class Body:
     @cached_property
     def laid_out(self) -> tuple[int, LaidOut]:
         """The positions, beside the shared mask where that covers part of them, else on their own."""
-        update, known = self.update, count_true(self.shared.mask)
-        if update.count == update.size:
-            return ABSOLUTE, LaidOut(update.size, update.size)
-        mask = update.mask()
-        inside = count_true(mask & self.shared.mask) if known else 0
-        if known and inside == known:
-            return BESIDE_MASK, lay_out(mask.index_select(0, self.shared.outside), update.count - inside)
-        return ABSOLUTE, lay_out(mask, update.count)
+        return _lay_out(self)
 
     @cached_property
     def positions(self) -> tuple[int, Packed]:
         """Them, encoded."""
-        relation, laid_out = self.laid_out
-        return relation, squeeze(laid_out)
+        return _encode_positions(self)
+
+
+def encode_positions(bodies: Sequence[Body]) -> None:
+    """Encode the positions of bodies that share one mask, on all cores."""
+    if not bodies:
+        return
+    shared = bodies[0].shared
+    shared.prepare()
+    if shared.mask.is_cuda:
+        lay_out_together(bodies)
+    # Not by asking every body for `positions` in a thread: before Python 3.12 a cached property has one lock for all.
+    for body, encoded in [(body, beside(_encode_positions, body)) for body in bodies]:
+        vars(body)["positions"] = encoded.result()
+
+
+def _encode_positions(body: Body) -> tuple[int, Packed]:
+    relation, laid_out = vars(body).get("laid_out") or _lay_out(body)
+    return relation, squeeze(laid_out)
+
+
+def _lay_out(body: Body) -> tuple[int, LaidOut]:
+    update, known = body.update, count_true(body.shared.mask)
+    if update.count == update.size:
+        return ABSOLUTE, LaidOut(update.size, update.size)
+    mask = update.mask()
+    inside = count_true(mask & body.shared.mask) if known else 0
+    if known and inside == known:
+        return BESIDE_MASK, lay_out(mask.index_select(0, body.shared.outside), update.count - inside)
+    return ABSOLUTE, lay_out(mask, update.count)
 
 
 def lay_out_together(bodies: Sequence[Body]) -> None:

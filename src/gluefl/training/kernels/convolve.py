@@ -181,7 +181,7 @@ def _convolve_weight(x: Tensor, dy: Tensor, shape: torch.Size, stride: int, padd
     tiles = _tiles(out, columns, rows, x.dtype, turned=True)
     col_blocks = triton.cdiv(columns, tiles["COLS"])
     blocks = triton.cdiv(out, tiles["ROWS"]) * col_blocks
-    splits = max(1, min(PROGRAMS // (blocks * taps * clients), triton.cdiv(rows, 8 * tiles["DEPTH"])))
+    splits = max(1, min(PROGRAMS // (blocks * taps), triton.cdiv(rows, 8 * tiles["DEPTH"])))
     rows_each = triton.cdiv(rows, splits)
     splits = triton.cdiv(rows, rows_each)
     parts = torch.empty(splits, clients, kh, kw, out, channels, dtype=x.dtype, device=x.device)

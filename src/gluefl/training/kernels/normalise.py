@@ -194,7 +194,7 @@ def _normalising(clients: int, rows: int, channels: int, dtype: torch.dtype) -> 
     cols = min(64, max(16, triton.next_power_of_2(channels)))
     tile = TILE // cols
     blocks = triton.cdiv(channels, cols)
-    splits = max(1, min(triton.cdiv(PROGRAMS, clients * blocks), triton.cdiv(rows, 2 * tile)))
+    splits = max(1, min(triton.cdiv(PROGRAMS, blocks), triton.cdiv(rows, 2 * tile)))
     rows_each = triton.cdiv(rows, splits)
     splits = triton.cdiv(rows, rows_each)
     shape = {

@@ -1,0 +1,152 @@
+"""Layers for many clients give what vmap and the loop give, or leave the module to vmap.
+
+On a GPU the kernels run as they are; elsewhere Triton interprets them, slowly and with the same results."""
+
+import os
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from gluefl.layout import Layout
+from gluefl.populations import Samples
+from gluefl.training import Job, LocalSGD
+from gluefl.training.layers import ManyClients
+from gluefl.training.loop import Loop
+from gluefl.training.stacked import Stacked
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SGD = LocalSGD(steps=2, batch=4, momentum=0.9, weight_decay=1e-3, proximal=0.1)
+
+
+class Forward(nn.Module):
+    """A module whose forward pass is a function."""
+
+    def __init__(self, forward: Callable, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.function = forward
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def every_kind() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=0.3), nn.ReLU(),
+        nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4, bias=False), nn.Conv2d(4, 4, 1, groups=4, bias=False),
+        nn.GroupNorm(2, 4), nn.Conv2d(4, 17, 2, dilation=2, bias=False), nn.ReLU(), nn.Conv2d(17, 6, 1, stride=2),
+        nn.Flatten(), nn.Linear(6, 7), nn.BatchNorm1d(7, track_running_stats=False), nn.Linear(7, 5),
+    )  # fmt: skip
+
+
+def through_a_list() -> nn.Module:
+    module = Forward(lambda s, x: s.both[1](s.both[0](x.flatten(1)).relu()), a=nn.Linear(64, 8), b=nn.Linear(8, 5))
+    module.both = [module.a, module.b]
+    return module
+
+
+def under_two_names() -> nn.Module:
+    module = Forward(lambda s, x: s.net(x), a=nn.Linear(64, 8), b=nn.Linear(8, 5))
+    module.net = nn.Sequential(nn.Flatten(), module.a, nn.ReLU(), module.b)
+    return module
+
+
+def hooked() -> nn.Module:
+    module = every_kind()
+    module[0].register_forward_hook(lambda layer, given, out: out * 1.05)
+    return module
+
+
+TAKEN = {
+    "every kind": every_kind,
+    "normalised twice": lambda: Forward(
+        lambda s, x: s.fc(s.bn(s.bn(x.flatten(1)).relu())), bn=nn.BatchNorm1d(64), fc=nn.Linear(64, 5)
+    ),
+    "a sequence normalised": lambda: Forward(
+        lambda s, x: s.fc(s.bn(x.reshape(len(x), 4, 16)).flatten(1)), bn=nn.BatchNorm1d(4), fc=nn.Linear(64, 5)
+    ),
+    "half of the features normalised": lambda: Forward(
+        lambda s, x: s.out(s.bn(s.fc(x.flatten(1)).chunk(2, 1)[0])),
+        fc=nn.Linear(64, 12), bn=nn.BatchNorm1d(6), out=nn.Linear(6, 5),
+    ),
+    "asks for a size": lambda: Forward(lambda s, x: s.fc(x.reshape(-1, s.fc.in_features)), fc=nn.Linear(64, 5)),
+}  # fmt: skip
+LEFT = {
+    "through a list": through_a_list,
+    "under two names": under_two_names,
+    "hooked": hooked,
+    "mean of the batch": lambda: Forward(lambda s, x: s.fc((x - x.mean(0)).flatten(1)), fc=nn.Linear(64, 5)),
+    "batch not first": lambda: Forward(lambda s, x: s.a(x.squeeze(1).transpose(0, 1)).mean(0), a=nn.Linear(8, 5)),
+    "looks at its weights": lambda: Forward(
+        lambda s, x: s.fc(x.flatten(1)) * (1 + s.fc.weight.abs().mean()), fc=nn.Linear(64, 5)
+    ),
+    "normalises without weights": lambda: nn.Sequential(
+        nn.Flatten(), nn.BatchNorm1d(64, affine=False, track_running_stats=False), nn.Linear(64, 5)
+    ),
+}
+
+
+def train(make: Callable[[], nn.Module], clients: int) -> Stacked:
+    """Train by the loop and by layers, and compare."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        module = make().to(DEVICE, torch.float64)
+    layout, rng, jobs = Layout.of(module, torch.float64), np.random.default_rng(2), []
+    for client in range(clients):
+        inputs, labels = rng.standard_normal((9 + client, 1, 8, 8)), rng.integers(5, size=9 + client)
+        samples = Samples(torch.from_numpy(inputs).to(DEVICE), torch.from_numpy(labels).to(DEVICE))
+        jobs.append(Job(client, samples, SGD.batches(rng, 9 + client)))
+    arguments = (*layout.flatten(module), jobs, SGD, 0.1, None)
+    expected = list(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments))
+    stacked = Stacked(module, layout, lambda x: x, cross_entropy)
+    stacked._many = ManyClients.of(module.train(), layout)
+    for a, b in zip(expected, stacked.train(*arguments)):
+        assert torch.linalg.norm(a.delta - b.delta) <= 1e-9 * torch.linalg.norm(a.delta)
+        torch.testing.assert_close(a.statistics, b.statistics, rtol=1e-9, atol=1e-12)
+        assert a.loss == pytest.approx(b.loss, rel=1e-9)
+    return stacked
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+@pytest.mark.parametrize("name", TAKEN)
+def test_layers_compute_what_the_loop_computes(name, clients) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert train(TAKEN[name], clients)._many is not None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("clients", [1, 3])
+@pytest.mark.parametrize("name", LEFT)
+def test_what_layers_cannot_compute_is_left_to_vmap(name, clients) -> None:
+    assert train(LEFT[name], clients)._many is None
+
+
+def test_a_result_does_not_depend_on_who_else_is_in_the_stack() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        module = every_kind().to(DEVICE)
+    layout, rng = Layout.of(module), np.random.default_rng(3)
+    samples = Samples(torch.from_numpy(rng.random((9, 1, 8, 8), np.float32)).to(DEVICE),
+                      torch.from_numpy(rng.integers(5, size=9)).to(DEVICE))  # fmt: skip
+    jobs = [Job(client, samples, SGD.batches(rng, 9)) for client in range(3)]
+
+    def deltas(some) -> list[torch.Tensor]:
+        stacked = Stacked(module, layout, lambda x: x, cross_entropy)
+        stacked._many = ManyClients.of(module.train(), layout)
+        return [outcome.delta for outcome in stacked.train(*layout.flatten(module), some, SGD, 0.1, None)]
+
+    together, alone = deltas(jobs), [deltas([job])[0] for job in jobs]
+    for a, b in zip(together, alone):
+        torch.testing.assert_close(
+            a, b, rtol=1e-4 if DEVICE.type == "cuda" else 0, atol=1e-6 if DEVICE.type == "cuda" else 0
+        )
