@@ -269,7 +269,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
-        if device.type == "cuda":
+        if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # streams, graphs and kernels go to the current device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
