@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gluefl.errors import GlueFLError
-from gluefl.selection import Sparse, count, counts, positions_of, tie_break, top
+from gluefl.selection import Sparse, _magnitude_bits, _top, _top_on_gpu, count, counts, positions_of, tie_break, top
 from stubs import twin
 
 few_values = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, 1e-40, -1e-40])  # massive ties, signed zeros, denormals
@@ -120,6 +120,22 @@ def test_sparse_holds_what_the_mask_covers(values, random, weight) -> None:
     assert sparse.add_to(ones, weight) is ones
     assert torch.equal(ones, torch.where(mask, 1 + weight * vector, 1.0))
     assert torch.equal(Sparse.full(vector).dense(), vector) and not Sparse.empty(len(values)).mask().any()
+
+
+@given(vectors, st.randoms(use_true_random=False), st.integers(-1, 40), st.integers(1, 9))
+def test_what_a_gpu_does_chooses_the_same(values, random, keep, round) -> None:
+    """The calls a GPU gets, on a CPU: they give the same answer with one question instead of several."""
+    among = torch.tensor([random.random() < 0.7 for _ in values], dtype=torch.bool)
+    bits = _magnitude_bits(as_vector(values)) | (~among).to(torch.int32).neg_()
+    assert torch.equal(_top_on_gpu(bits, keep, round, 5), _top(bits, keep, round, 5))
+
+
+def test_a_view_and_a_whole_vector_are_as_good_as_what_they_stand_for() -> None:
+    vector, mask = torch.arange(10.0), torch.arange(10) % 3 == 0
+    view, plain = Sparse.view(mask, vector), Sparse.where(mask, vector)
+    assert view.count == plain.count == 4 and view.density == plain.density
+    assert torch.equal(view.values, plain.values) and torch.equal(view.positions, plain.positions)
+    assert Sparse.full(vector).mask().all() and torch.equal(Sparse.full(vector).positions, torch.arange(10))
 
 
 @pytest.mark.gpu
