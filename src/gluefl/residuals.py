@@ -210,6 +210,11 @@ class Residuals:
         return place.copy_(vector)
 
 
+def room_on(device: torch.device) -> int:
+    """Bytes that residuals may take on a device: a third of what is free on a GPU, nothing elsewhere."""
+    return int(torch.cuda.mem_get_info(device)[0]) // 3 if device.type == "cuda" else 0
+
+
 def _places(size: int, like: Tensor) -> list[Tensor]:
     """Room for several vectors, in pages of their own; for those that come from a GPU in pinned ones."""
     count = min(256, max(1, SLAB // max(1, size * like.element_size())))

@@ -26,7 +26,7 @@ from gluefl.fleet import Devices, Instant
 from gluefl.journal import Journal, Line, reached_round, summarise
 from gluefl.layout import Layout
 from gluefl.populations import Population
-from gluefl.residuals import Residuals
+from gluefl.residuals import Residuals, room_on
 from gluefl.round import Federation, State, play, start
 from gluefl.sampling import Pool, Sampler, Uniform
 from gluefl.server import Server
@@ -125,7 +125,7 @@ def train(
             folder / "checkpoint" if folder else None,
             options.residual_memory_bytes,
             options.residual_half,
-            _free_bytes(device) // 3,
+            room_on(device),
         ),
         **(arrivals or {}),
     )
@@ -274,10 +274,6 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
     return device
-
-
-def _free_bytes(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def _load_weights(module: nn.Module, path: Path) -> None:

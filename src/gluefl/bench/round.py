@@ -17,7 +17,7 @@ from gluefl.fleet import Instant
 from gluefl.journal import Journal
 from gluefl.layout import Layout
 from gluefl.populations import Population
-from gluefl.residuals import Residuals
+from gluefl.residuals import Residuals, room_on
 from gluefl.round import Federation, play, start
 from gluefl.sampling import Pool, Sticky
 from gluefl.server import Server
@@ -51,7 +51,7 @@ def measure(
             devices=Instant(),
             engine=engine,
             channel=Measured(),
-            residuals=Residuals(layout.size, Path(folder), device_bytes=_free_bytes(where) // 3),
+            residuals=Residuals(layout.size, Path(folder), device_bytes=room_on(where)),
         )
         state = start(federation, *layout.flatten(module))
         journal = Journal(Path(folder) / "journal.jsonl")
@@ -77,7 +77,3 @@ def measure(
         "device": device,
         "cores": cores,
     }
-
-
-def _free_bytes(where: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else 0
