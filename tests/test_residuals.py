@@ -1,10 +1,13 @@
 """The clients' memories: the same from RAM and from disk, after a crash and after compaction."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gluefl import residuals
 from gluefl.errors import GlueFLError
 from gluefl.residuals import Residuals
 from stubs import dyadic
@@ -59,6 +62,7 @@ def test_a_crash_loses_only_what_came_after_the_checkpoint(tmp_path, memory, hal
     store.get(0)
     with open(next(tmp_path.glob("*.bin")), "ab") as file:
         file.write(b"half a record")
+    store.close()  # a process that crashed writes no more
     again = Residuals(SIZE, tmp_path, memory, half)
     again.restore(saved)
     assert len(again) == 5 and 7 not in again
@@ -75,11 +79,37 @@ def test_a_crash_before_the_first_checkpoint_leaves_nothing(tmp_path) -> None:
     lost = Residuals(SIZE, tmp_path, 0)
     for client in (2, 3, 4):
         lost[client] = vector(client)
+    lost.close()
     again = Residuals(SIZE, tmp_path, 0)
     assert 2 not in again
     for client in (5, 6, 7):
         again[client] = vector(client)
     assert all(torch.equal(again.get(client), vector(client)) for client in (5, 6, 7))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_closed_store_writes_no_more_even_after_a_failure(tmp_path, monkeypatch, fails) -> None:
+    write = residuals._write
+
+    def slowly(path, offset, scale, vector) -> None:
+        time.sleep(0.05)
+        if fails and not offset:
+            raise OSError("the disk is full")
+        write(path, offset, scale, vector)
+
+    monkeypatch.setattr(residuals, "_write", slowly)
+    store = Residuals(SIZE, tmp_path, 0)
+    try:
+        for client in range(9):
+            store[client] = vector(client)
+    except OSError:
+        assert fails
+    store.close()
+    (file,) = tmp_path.iterdir()
+    length = file.stat().st_size
+    assert length and length == store._length
+    time.sleep(0.2)
+    assert file.stat().st_size == length
 
 
 def test_a_checkpoint_appends_only_what_changed(tmp_path) -> None:

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform
+from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform, residuals
 from gluefl import run as run_module
 from gluefl.engines.local import LocalEngine
 from gluefl.errors import DataError, GlueFLError, UsageError
@@ -207,6 +208,22 @@ def test_a_crashed_run_and_a_resumed_one_give_the_same_run(name, encode, undistu
         small_run(out=tmp_path / "run", callbacks=[crash], **setting)
     small_run(out=tmp_path / "run", resume=True, **setting)
     assert written(tmp_path / "run") == undisturbed(name)
+
+
+def test_a_crashed_run_writes_no_more(tmp_path, monkeypatch) -> None:
+    write = residuals._write
+
+    def slowly(*arguments) -> None:
+        time.sleep(0.05)
+        write(*arguments)
+
+    monkeypatch.setattr(residuals, "_write", slowly)
+    with pytest.raises(Crash):
+        small_run(out=tmp_path / "run", callbacks=[crash])
+    (file,) = (tmp_path / "run" / "checkpoint").glob("residuals-*.bin")
+    length = file.stat().st_size
+    time.sleep(0.2)
+    assert file.stat().st_size == length
 
 
 def test_a_crash_before_the_first_checkpoint_starts_again(undisturbed, tmp_path) -> None:

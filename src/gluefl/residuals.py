@@ -9,7 +9,7 @@ import mmap
 import os
 import tempfile
 from collections import OrderedDict, deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,12 @@ class Residuals:
         """Wait until everything that was appended is in the file; what went wrong is raised here."""
         while self._writing:
             self._writing.popleft().result()
+
+    def close(self) -> None:
+        """Wait for the writes under way, also after a failure: whoever resumes in this process must not find them
+        in the file after having cut it."""
+        wait(self._writing)
+        self._writing.clear()
 
     def _read(self, client: int) -> tuple[float, Tensor]:
         self.flush()

@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -168,7 +168,7 @@ class _Plan:
 
 def _carry_out(plan: _Plan, f: Federation, state: State, journal: Journal, evaluator: Evaluator) -> State:
     """Round after round; what is journaled and checkpointed survives whatever happens then."""
-    with _interruptible() as interrupted, _products(plan.options):
+    with _interruptible() as interrupted, _products(plan.options), closing(f.residuals):
         stop = False
         while not (plan.is_over(state, journal) or stop or interrupted):
             began = time.perf_counter()
