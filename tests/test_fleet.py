@@ -121,6 +121,22 @@ def test_clients_do_not_change_all_at_once() -> None:
     assert min(changes) > 0 and max(changes) < 0.02
 
 
+@given(st.integers(0, 5), clients, clocks_s, st.floats(0, 4000))
+@settings(deadline=None)
+def test_a_horizon_only_says_how_far_to_look(seed: int, client: int, clock_s: float, ahead_s: float) -> None:
+    process, horizon_s = Diurnal(seed), clock_s + ahead_s
+    until_s = process.online_until(client, clock_s, math.inf)
+    found_s = process.online_until(client, clock_s, horizon_s)
+    if ahead_s and abs(until_s - horizon_s) > 1e-3:
+        assert found_s == (pytest.approx(until_s, abs=1e-6) if until_s < horizon_s else math.inf)
+
+
+@pytest.mark.parametrize("clock_s", [0.0, 1799.0, 86_399.5, 90_000.0, 10**6])
+def test_one_client_is_asked_as_many_are(clock_s: float) -> None:
+    process = Diurnal(seed=2)
+    assert process.online(MANY[:500], clock_s).tolist() == [process.is_online(c, clock_s) for c in range(500)]
+
+
 @given(st.integers(0, 5), clients, clocks_s)
 @settings(deadline=None)
 def test_online_until_is_the_moment_it_goes(seed: int, client: int, clock_s: float) -> None:

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gluefl.errors import GlueFLError
 
 MASK_32 = 0xFFFFFFFF
+SAMPLE = 1 << 14
 _counted: Any = WeakIdKeyDictionary()  # mask on a GPU → its version and its count
 
 
@@ -217,11 +218,18 @@ def _compare(bits: Tensor, how: Callable[[Any, int], Any], value: int) -> Tensor
 
 def _kth_largest(bits: Tensor, k: int) -> int:
     everything = bits.numpy()
-    # A sample tells roughly where the k-th lies, so that only what may be above it has to be partitioned.
-    sample = np.sort(everything[:: max(1, everything.size // 16384)])[::-1]
-    share = k / everything.size
-    rank = int(sample.size * share + 4 * (sample.size * share) ** 0.5) + 1
-    candidates = everything[everything >= sample[rank]] if rank < sample.size else everything
-    if candidates.size < k:
-        candidates = everything
-    return int(np.partition(candidates, candidates.size - k)[candidates.size - k])
+    candidates = everything
+    if everything.size > 4 * SAMPLE:
+        # A sample tells roughly where the k-th lies, so that only what may be above it has to be partitioned.
+        sample = everything[:: everything.size // SAMPLE]
+        expected = sample.size * k / everything.size
+        rank = int(expected + 4 * expected**0.5) + 1
+        if rank < sample.size:
+            candidates = everything[everything >= _kth(sample, rank + 1)]
+        if candidates.size < k:
+            candidates = everything
+    return _kth(candidates, k)
+
+
+def _kth(values: Any, k: int) -> int:
+    return int(np.partition(values, values.size - k)[values.size - k])

@@ -38,6 +38,23 @@ def bench_round(rounds: int, cores: int, device: str, model_name: str, over_comm
     _show(measure(rounds, cores, device, model_name, over_commitment), as_json)
 
 
+@bench.command("profile")
+@click.option("--rounds", default=20, show_default=True)
+@click.option("--cores", default=1, show_default=True, help="CPU cores to use.")
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--model", "model_name", default="", help="Any model by its name; the LEAF CNN if none is given.")
+@click.option("--over-commitment", default=1.3, show_default=True, help="Invited clients per client that is used.")
+@click.option("--network", type=click.Choice(["edge", "5g", "cloud", "instant"]), default="edge", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+def bench_profile(
+    rounds: int, cores: int, device: str, model_name: str, over_commitment: float, network: str, as_json: bool
+) -> None:
+    """Where the time of a whole GlueFL round goes, part by part; on a GPU by its kernels too."""
+    from gluefl.bench.profile import measure
+
+    _show(measure(rounds, cores, device, model_name, over_commitment, network), as_json)
+
+
 @bench.command("models")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--cores", default=1, show_default=True, help="CPU cores to use.")

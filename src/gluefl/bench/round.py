@@ -13,12 +13,12 @@ from gluefl.bench.cohort import alternate, pin, spread
 from gluefl.bench.workloads import CLIENTS, COHORT, SGD, Noisy, model
 from gluefl.channel import Measured
 from gluefl.engines.local import LocalEngine
-from gluefl.fleet import Instant
+from gluefl.fleet import Devices, Instant
 from gluefl.journal import Journal
 from gluefl.layout import Layout
 from gluefl.populations import Population
 from gluefl.residuals import Residuals, room_on
-from gluefl.round import Federation, play, start
+from gluefl.round import Federation, State, play, start
 from gluefl.sampling import Pool, Sticky
 from gluefl.server import Server
 from gluefl.strategies import Space
@@ -31,29 +31,9 @@ def measure(
 ) -> dict[str, Any]:
     """Medians of `play` with a journal line, and of training the same cohort alone, taking turns. W1 by default."""
     pin(cores)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    where = torch.device(device)
-    population: Population = Noisy()
-    module = (models.build(model_name, classes=62, channels=1) if model_name else model("w1")).to(where)
-    layout = Layout.of(module)
-    trainer = choose("auto", module, layout, population, torch.nn.functional.cross_entropy, where)
-    engine = LocalEngine(population, trainer, SGD, seed=0, device=where)
     with tempfile.TemporaryDirectory(prefix="gluefl-bench-") as folder:
-        federation = Federation(
-            seed=0,
-            run=bytes(8),
-            layout=layout,
-            space=Space(tuple(part.size for part in layout.weights), where),
-            pool=Pool(CLIENTS, lambda client: 1 / CLIENTS),
-            sampler=Sticky(COHORT, 4 * COHORT, 4 * COHORT // 5, over_commitment=over_commitment),
-            strategy=GlueFL(),
-            server=Server(),
-            devices=Instant(),
-            engine=engine,
-            channel=Measured(),
-            residuals=Residuals(layout.size, Path(folder), device_bytes=room_on(where)),
-        )
-        state = start(federation, *layout.flatten(module))
+        federation, state = setting(device, model_name, over_commitment, Path(folder))
+        engine = federation.engine
         journal = Journal(Path(folder) / "journal.jsonl")
 
         def whole(rng: np.random.Generator) -> None:
@@ -73,7 +53,34 @@ def measure(
         "ratio": statistics.median(times["round"]) / statistics.median(times["training"]),
         "round_spread_s": spread(times["round"]),
         "training_spread_s": spread(times["training"]),
-        "parameters": layout.size,
+        "parameters": federation.layout.size,
         "device": device,
         "cores": cores,
     }
+
+
+def setting(
+    device: str, model_name: str, over_commitment: float, folder: Path, devices: Devices | None = None
+) -> tuple[Federation, State]:
+    """GlueFL with the paper's sampling on the work of the benchmarks, before its first round."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    where = torch.device(device)
+    population: Population = Noisy()
+    module = (models.build(model_name, classes=62, channels=1) if model_name else model("w1")).to(where)
+    layout = Layout.of(module)
+    trainer = choose("auto", module, layout, population, torch.nn.functional.cross_entropy, where)
+    federation = Federation(
+        seed=0,
+        run=bytes(8),
+        layout=layout,
+        space=Space(tuple(part.size for part in layout.weights), where),
+        pool=Pool(CLIENTS, lambda client: 1 / CLIENTS),
+        sampler=Sticky(COHORT, 4 * COHORT, 4 * COHORT // 5, over_commitment=over_commitment),
+        strategy=GlueFL(),
+        server=Server(),
+        devices=devices or Instant(),
+        engine=LocalEngine(population, trainer, SGD, seed=0, device=where),
+        channel=Measured(),
+        residuals=Residuals(layout.size, folder, device_bytes=room_on(where)),
+    )
+    return federation, start(federation, *layout.flatten(module))

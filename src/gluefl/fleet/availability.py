@@ -31,6 +31,10 @@ class Availability(Protocol):
         """Whether each client is online at this moment."""
         ...
 
+    def is_online(self, client: int, clock_s: float) -> bool:
+        """Whether one client is: a round asks for few, and often for the same ones."""
+        ...
+
     def online_until(self, client: int, clock_s: float, horizon_s: float) -> float:
         """When the client goes offline, `inf` if not before `horizon_s`; `clock_s` if it is off."""
         ...
@@ -47,6 +51,10 @@ class Always:
     def online(self, clients: Ints, clock_s: float) -> NDArray[np.bool_]:
         """Everyone."""
         return np.ones(len(clients), np.bool_)
+
+    def is_online(self, client: int, clock_s: float) -> bool:
+        """Yes."""
+        return True
 
     def online_until(self, client: int, clock_s: float, horizon_s: float) -> float:
         """Nobody ever goes."""
@@ -85,9 +93,13 @@ def threshold(clock_s: Floats) -> Floats:
     return np.interp(_day(clock_s), *_curve())
 
 
+def _threshold_at(clock_s: float) -> float:
+    return float(np.interp(clock_s if clock_s < DAY_S else DAY_S + clock_s % DAY_S, *_curve()))
+
+
 def online_fraction(clock_s: float) -> float:
     """The share of clients online, as in the authors' runs: 30% at the start, then 40–66% over the day."""
-    return NormalDist().cdf(float(threshold(np.array([clock_s]))[0]))
+    return NormalDist().cdf(_threshold_at(clock_s))
 
 
 def _knots(start_s: float, end_s: float) -> Floats:
@@ -97,6 +109,13 @@ def _knots(start_s: float, end_s: float) -> Floats:
     days = np.arange(max(1, start_s // DAY_S), end_s // DAY_S + 1)
     every = np.concatenate([first_day, (days[:, None] * DAY_S + daily).ravel()])
     return every[(every > start_s) & (every < end_s)]
+
+
+def _next_knot_s(clock_s: float) -> float:
+    at = _curve()[0]
+    day = 0.0 if clock_s < DAY_S else clock_s // DAY_S * DAY_S - DAY_S  # the table's second day, moved to this one
+    later = np.searchsorted(at, clock_s - day, side="right")
+    return float(at[later]) + day if later < len(at) else day + 2 * DAY_S
 
 
 @dataclass(frozen=True)
@@ -121,12 +140,22 @@ class Diurnal:
         slots = np.floor((clock_s + self._phase_s(clients)) / SLOT_S).astype(np.int64)
         return self.latent(clients, slots) < threshold(np.array([clock_s]))
 
+    def is_online(self, client: int, clock_s: float) -> bool:
+        """The same for one client."""
+        slot = math.floor((clock_s + _phase_of(self, client)) / SLOT_S)
+        return _latent_of(self, client, slot) < _threshold_at(clock_s)
+
     def online_until(self, client: int, clock_s: float, horizon_s: float) -> float:
         """The first moment at which process and threshold cross, searched day by day."""
-        one = np.array([client], np.int64)
-        phase_s = float(self._phase_s(one)[0])
+        one, phase_s = np.array([client], np.int64), _phase_of(self, client)
         end_s = min(horizon_s, clock_s + SEARCH_S)
         start_s = clock_s
+        slot = math.floor((clock_s + phase_s) / SLOT_S)
+        if end_s < min((slot + 1) * SLOT_S - phase_s, _next_knot_s(clock_s)):
+            # Most trips end before anything bends: both ends of a straight line above the process are enough.
+            process = _latent_of(self, client, slot)
+            if _threshold_at(clock_s) > process and _threshold_at(end_s) > process:
+                return math.inf
         while start_s < end_s:
             stop_s = min(end_s, start_s + DAY_S)
             gone_s = self._first_crossing_s(one, phase_s, start_s, stop_s)
@@ -159,6 +188,17 @@ class Diurnal:
         return (math.floor(clock_s / ASK_AGAIN_S) + 1) * ASK_AGAIN_S
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def _phase_of(process: Diurnal, client: int) -> float:
+    return float(process._phase_s(np.array([client], np.int64))[0])
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _latent_of(process: Diurnal, client: int, slot: int) -> float:
+    # A round takes a minute or two and a slot half an hour: the next rounds ask again.
+    return float(process.latent(np.array([client], np.int64), np.array([slot], np.int64))[0])
+
+
 def _session_end_s(record: tuple[Floats, Floats, float], clock_s: float) -> float | None:
     # The end of the session this moment is in, None if it is in none.
     starts_s, ends_s, period_s = record
@@ -176,7 +216,11 @@ class RecordedSessions:
 
     def online(self, clients: Ints, clock_s: float) -> NDArray[np.bool_]:
         """Whether each client is within one of its sessions."""
-        return np.array([_session_end_s(self._record(int(c)), clock_s) is not None for c in clients], np.bool_)
+        return np.array([self.is_online(int(c), clock_s) for c in clients], np.bool_)
+
+    def is_online(self, client: int, clock_s: float) -> bool:
+        """Whether this moment is within one of its sessions."""
+        return _session_end_s(self._record(client), clock_s) is not None
 
     def _record(self, client: int) -> tuple[Floats, Floats, float]:
         trace = sessions(self.path)

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from gluefl.fleet.trips import Trip
 NETWORKS = (*MEASURED, "uniform", "file")
 AVAILABILITIES = ("always", "diurnal", "file")
 MEGABITS_PER_BYTE = 8e-6
+Some = TypeVar("Some", float, Floats)  # seconds of one client, or of many
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,19 +81,22 @@ class Fleet:
 
     def durations(self, clients: Ints, down_bytes: int, up_bytes: int, samples: int) -> tuple[Floats, Floats, Floats]:
         """Download, compute and upload seconds of many clients, if they stay: ranks a whole population."""
-        return self._durations(self.speeds(clients), down_bytes, up_bytes, samples)
+        speeds = self.speeds(clients)
+        return self._durations(speeds.down_mbps, speeds.up_mbps, speeds.ms_per_sample, down_bytes, up_bytes, samples)
 
-    def _durations(self, speeds: Speeds, down_bytes: int, up_bytes: int, samples: int) -> tuple[Floats, Floats, Floats]:
+    def _durations(
+        self, down_mbps: Some, up_mbps: Some, ms_per_sample: Some, down_bytes: int, up_bytes: int, samples: int
+    ) -> tuple[Some, Some, Some]:
         return (
-            self.latency_s + down_bytes * MEGABITS_PER_BYTE / speeds.down_mbps,
-            samples * speeds.ms_per_sample / 1000.0,
-            self.latency_s + up_bytes * MEGABITS_PER_BYTE / speeds.up_mbps,
+            self.latency_s + down_bytes * MEGABITS_PER_BYTE / down_mbps,
+            samples * ms_per_sample / 1000.0,
+            self.latency_s + up_bytes * MEGABITS_PER_BYTE / up_mbps,
         )
 
     def is_online(self, clock_s: float) -> Callable[[int], bool]:
         """Who can be invited at this moment."""
-        online = self._availability().online
-        return lambda client: bool(online(np.array([client], np.int64), clock_s)[0])
+        is_online = self._availability().is_online
+        return lambda client: is_online(client, clock_s)
 
     def next_change_s(self, clock_s: float) -> float:
         """The next moment at which it is worth asking again; `clock_s` itself if nothing ever changes."""
@@ -103,8 +108,7 @@ class Fleet:
 
     def trip(self, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int) -> Trip:
         """Download, train, upload; lost at the moment it goes offline before all is done."""
-        parts = self._durations(_speeds_of(self, client), down_bytes, up_bytes, samples)
-        download_s, compute_s, upload_s = (float(part[0]) for part in parts)
+        download_s, compute_s, upload_s = self._durations(*_speeds_of(self, client), down_bytes, up_bytes, samples)
         arrival_s = download_s + compute_s + upload_s
         stays_s = self._availability().online_until(client, clock_s, clock_s + arrival_s) - clock_s
         return Trip(download_s, compute_s, upload_s, stays_s if stays_s < arrival_s else None)
@@ -129,9 +133,10 @@ class Fleet:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _speeds_of(fleet: Fleet, client: int) -> Speeds:
+def _speeds_of(fleet: Fleet, client: int) -> tuple[float, float, float]:
     # A round asks twice for every client it uses, and a sticky client comes back.
-    return fleet.speeds(np.array([client], np.int64))
+    speeds = fleet.speeds(np.array([client], np.int64))
+    return float(speeds.down_mbps[0]), float(speeds.up_mbps[0]), float(speeds.ms_per_sample[0])
 
 
 def _wrong_options(fleet: Fleet) -> list[str]:
