@@ -132,6 +132,24 @@ def test_a_study_from_start_to_end_resumed_and_skipped(tmp_path) -> None:
         )
 
 
+def test_studies_share_the_runs_that_are_the_same(tmp_path) -> None:
+    study, choice = load("figure10"), tiny(only=("I-10",))
+    conduct(study, choice, tmp_path / "figure10", [1])
+    shared = tmp_path / "figure10" / "I-10-1"
+    (shared / "checkpoint").mkdir()  # as a single run leaves one
+    other = tiny(only=("none", "REC"))
+    with pytest.raises(UsageError, match="no such folder"):
+        conduct(load("figure11"), other, tmp_path / "figure11", [1], reuse=tmp_path / "nowhere")
+    outcome = conduct(load("figure11"), other, tmp_path / "figure11", [1], reuse=tmp_path)
+    copied = tmp_path / "figure11" / "REC-1"
+    assert (copied / "journal.jsonl").read_bytes() == (shared / "journal.jsonl").read_bytes()  # wall_s and all
+    assert not (copied / "checkpoint").exists()
+    assert (tmp_path / "figure11" / "none-1" / "config.toml").read_text() != (copied / "config.toml").read_text()
+    assert set(outcome.json["tables"][0]["rows"]) == {"none", "REC"}
+    with pytest.raises(UsageError, match="holds a run already"):
+        conduct(load("figure11"), other, tmp_path / "figure11", [1], reuse=tmp_path)
+
+
 def test_a_run_that_diverges_is_a_result_and_not_an_error(tmp_path) -> None:
     study, choice = load("figure11"), tiny(only=("none", "REC"))
     variants = configurations(study, choice)

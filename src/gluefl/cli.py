@@ -162,6 +162,7 @@ def demo(
 @click.option("--only", help="Some of the runs, by their labels: gluefl,stc.")
 @click.option("--jobs", type=int, help="Runs at a time; as many as there are cores, one on a GPU.")
 @click.option("--resume", is_flag=True, help="Go on with the study in --out; what is done is not run again.")
+@click.option("--reuse", type=click.Path(path_type=Path), help="Take runs of the same configuration from this folder.")
 @click.option("--markdown", is_flag=True, help="Print the tables as markdown.")
 @common
 def study(
@@ -175,6 +176,7 @@ def study(
     only: str | None,
     jobs: int | None,
     resume: bool,
+    reuse: Path | None,
     markdown: bool,
     out: Path | None,
     sets: tuple[str, ...],
@@ -195,7 +197,7 @@ def study(
     from gluefl.studies import pages
     from gluefl.studies.conduct import conduct
 
-    outcome = conduct(chosen, choice, out, numbers, device, jobs, resume)
+    outcome = conduct(chosen, choice, out, numbers, device, jobs, resume, reuse)
     if as_json:
         click.echo(json.dumps(outcome.json))
         _page(out, quiet=True)

@@ -31,13 +31,14 @@ def conduct(
     device: str = "cpu",
     jobs: int | None = None,
     resume: bool = False,
+    reuse: Path | None = None,
 ) -> Outcome:
-    """Run what is not done yet, measure, and write `out/study.json`."""
+    """Run what is not done yet, here or below the folder `reuse`, measure, and write `out/study.json`."""
     began = time.monotonic()
     variants = configurations(study, choice)
     used = list(chosen_seeds or seeds(study, choice))
     plan = planned(variants, used, out) if variants else []
-    execute(plan, device, jobs, resume)
+    execute(plan, device, jobs, resume, reuse)
     runs = [Run.read(item) for item in plan]
     grids = tuple(findings(study, runs))
     heading = _heading(choice, runs, used)

@@ -1,6 +1,7 @@
 """Many independent runs at once: a process per run, each on a core of its own; what is done is not run again."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,12 +56,20 @@ def is_done(run: Planned) -> bool:
     return ended and config.exists() and config.read_text(encoding="utf-8") == to_toml(run.config)
 
 
-def execute(runs: Sequence[Planned], device: str = "cpu", jobs: int | None = None, resume: bool = False) -> None:
+def execute(
+    runs: Sequence[Planned],
+    device: str = "cpu",
+    jobs: int | None = None,
+    resume: bool = False,
+    reuse: Path | None = None,
+) -> None:
     """Carry out what is not done yet. A run that diverges is a result; anything else that fails ends the study."""
     taken = [run.folder for run in runs if (run.folder / "config.toml").exists()]
     if taken and not resume:
         raise UsageError(f"{taken[0]} holds a run already: choose another --out, or go on with it by --resume.")
     _check(runs)
+    if reuse is not None:
+        _copy_done(runs, reuse)
     waiting = [run for run in runs if not is_done(run)]
     cores = _cores(device, jobs)
     running: list[_Running] = []
@@ -153,6 +162,25 @@ def _check(runs: Sequence[Planned]) -> None:
 
     for run in runs:
         build_sampler(run.config).check(run.config.population.clients or sys.maxsize)
+
+
+def _copy_done(runs: Sequence[Planned], folder: Path) -> None:
+    """Copy runs of the same configuration that are done below a folder: most figures of the paper share one run."""
+    if not folder.is_dir():
+        raise UsageError(f"--reuse {folder}: there is no such folder.")
+    done: dict[str, Path] = {}
+    for summary in sorted(folder.rglob("summary.json")):
+        config = summary.with_name("config.toml")
+        if config.exists():
+            done.setdefault(config.read_text(encoding="utf-8"), summary.parent)
+    for run in runs:
+        found = done.get(to_toml(run.config))
+        if found is not None and not run.folder.exists():
+            # Under its own name only when it is whole.
+            half = run.folder.with_name(f".{run.folder.name}")
+            shutil.rmtree(half, ignore_errors=True)
+            shutil.copytree(found, half, ignore=shutil.ignore_patterns("checkpoint"))
+            half.rename(run.folder)
 
 
 def _cores(device: str, jobs: int | None) -> list[str]:
