@@ -19,7 +19,6 @@ LAYERS = [
     {
         "selection",
         "sampling",
-        "ledger",
         "layout",
         "residuals",
         "journal",
@@ -27,7 +26,7 @@ LAYERS = [
         "models",
         "fleet",
     },
-    {"wire", "strategies", "staleness"},
+    {"wire", "strategies", "staleness", "ledger"},
     {"planning", "replica", "server", "training"},
     {"channel", "evaluation", "engines"},
     {"records"},

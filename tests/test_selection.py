@@ -149,3 +149,22 @@ def test_cpu_and_gpu_choose_the_same(rounded) -> None:
         there = top(values.cuda(), keep, sizes, 7, among.cuda())
         assert torch.equal(here, there.cpu())
         assert torch.equal(positions_of(here), positions_of(there).cpu())
+
+
+class Unlisted(Sparse):
+    """As on a GPU, where positions are not listed."""
+
+    _listed = False
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(width=32), st.floats(width=32)), max_size=20), st.floats(-2, 2))
+def test_over_the_whole_vector_or_over_its_positions_gives_the_same_bits(entries, weight) -> None:
+    mask = torch.tensor([present for present, _, _ in entries], dtype=torch.bool)
+    values = torch.tensor([value for _, value, _ in entries], dtype=torch.float32)
+    vector = torch.tensor([-0.0 if other == 0 else other for _, _, other in entries], dtype=torch.float32)
+    listed, unlisted = Sparse.where(mask, values), Unlisted.view(mask, values)
+    for change in (lambda sparse: sparse.add_to(vector.clone(), weight), lambda sparse: sparse.fill(vector.clone(), 7)):
+        expected, found = change(listed), change(unlisted)
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.view(torch.int32)[~found.isnan()], expected.view(torch.int32)[~found.isnan()])
+    assert "positions" not in vars(unlisted)

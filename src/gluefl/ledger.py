@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from gluefl.selection import Sparse
+
 
 @dataclass(frozen=True)
 class Ledger:
@@ -48,8 +50,7 @@ class Ledger:
         """Remember whose upload was used, so that the next task can tell them."""
         return replace(self, unused=(self.unused - frozenset(used)) | frozenset(unused))
 
-    def publish(self, positions: Tensor) -> "Ledger":
-        """The next version changes these coordinates, also where the change is zero."""
-        changed_at = self.changed_at.clone()
-        changed_at[positions] = self.version + 1
+    def publish(self, update: Sparse) -> "Ledger":
+        """The next version changes the coordinates of this update, also where the change is zero."""
+        changed_at = update.fill(self.changed_at.clone(), self.version + 1)
         return replace(self, changed_at=changed_at, version=self.version + 1)

@@ -283,7 +283,7 @@ def publish(
         clock_s=clock_s,
         weights=aggregated.update.add_to(state.weights.clone()),
         statistics=aggregated.statistics,
-        ledger=ledger.publish(aggregated.update.positions),
+        ledger=ledger.publish(aggregated.update),
         sampler=f.sampler.settle(state.sampler, up_bytes, stream(f.seed, "settle", round)),
         strategy=aggregated.strategy,
         velocity=aggregated.velocity,

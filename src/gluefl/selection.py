@@ -31,7 +31,10 @@ class Sparse:
 
     @classmethod
     def where(cls, mask: Tensor, vector: Tensor) -> "Sparse":
-        """The entries of a vector that a mask covers."""
+        """The entries of a vector that a mask covers; the vector must not change as long as they are used."""
+        if mask.is_cuda:
+            # To list positions is to wait for all that was started, and a GPU is faster through the whole vector.
+            return cls.view(mask, vector)
         positions = positions_of(mask)
         sparse = cls(positions, vector[positions], mask.numel())
         sparse._mask = mask
@@ -39,7 +42,7 @@ class Sparse:
 
     @classmethod
     def view(cls, mask: Tensor, vector: Tensor) -> "Sparse":
-        """As `where`, but nothing is computed before it is asked for: the vector must not change until then."""
+        """As `where`, but nothing is computed before it is asked for, on a CPU too."""
         sparse = cls.__new__(cls)
         sparse.size = mask.numel()
         sparse._mask, sparse._vector = mask, vector
@@ -96,9 +99,26 @@ class Sparse:
 
     def add_to(self, vector: Tensor, weight: float = 1.0) -> Tensor:
         """Add `weight` times this to a vector, in place, and return it."""
-        if self.count == self.size:
+        if vars(self).get("count") == self.size:
             return vector.add_(self.values * weight)
-        return vector.index_add_(0, self.positions, self.values * weight)
+        if self._listed:
+            return vector.index_add_(0, self.positions, self.values * weight)
+        # Adding −0 changes nothing, not even the sign of a zero.
+        return vector.add_((self._vector * weight).masked_fill_(~self.mask(), -0.0))
+
+    def fill(self, vector: Tensor, value: float) -> Tensor:
+        """Set the entries of a vector at these positions, in place, and return it."""
+        if vars(self).get("count") == self.size:
+            return vector.fill_(value)
+        if not self._listed:
+            return vector.masked_fill_(self.mask(), value)
+        vector[self.positions] = value
+        return vector
+
+    @property
+    def _listed(self) -> bool:
+        """Whether to go over the list of positions: on a GPU only if there is one already."""
+        return "positions" in vars(self) or not self.mask().is_cuda
 
 
 def count(fraction: float, size: int) -> int:

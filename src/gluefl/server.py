@@ -26,6 +26,8 @@ class Server:
 
     def step(self, velocity: Tensor | None, update: Sparse) -> tuple[Tensor | None, Sparse]:
         """The next velocity and the update to publish."""
+        if velocity is None and self.lr == 1:
+            return velocity, update
         values = update.values
         if velocity is not None:
             velocity = velocity.clone()

@@ -24,6 +24,4 @@ def remember(delta: Tensor, sent: Sparse, weight: float, mode: Compensation) -> 
     """h = Δ − what was sent."""
     if mode == "none":
         return None
-    residual = delta * weight if mode == "rescaled" else delta.clone()
-    residual[sent.positions] = 0
-    return residual
+    return sent.fill(delta * weight if mode == "rescaled" else delta.clone(), 0)
