@@ -167,17 +167,13 @@ def grouped(
         aside = rng.permutation(kept)[: max(1, round(test_fraction * len(kept)))]
         kept = np.setdiff1d(kept, aside)
     kept = first(kept, clients, f"{where} with at least {min_samples} samples")
-    # Draws do not depend on `clients`: a smaller population holds out the same samples.
-    draws = rng.random(len(owned))
     if official:
         test_rows = np.flatnonzero(found.official)
     elif held_out == "clients":
         test_rows = np.flatnonzero(np.isin(found.owners, aside))
     else:
-        order = np.lexsort((draws, found.owners[owned]))
-        rank = np.arange(len(owned)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        held = rank < np.repeat((sizes * test_fraction).astype(np.int64), sizes)
-        test_rows = np.sort(owned[order[held]])
+        # Draws do not depend on `clients`: a smaller population holds out the same samples.
+        test_rows = _share_of_each(owned, found.owners[owned], rng.random(len(owned)), sizes, test_fraction)
         test_rows = test_rows[np.isin(found.owners[test_rows], kept)]
         owned = np.setdiff1d(owned, test_rows, assume_unique=True)
     if not len(test_rows):
@@ -197,6 +193,19 @@ def grouped(
         label_names=label_names,
         skipped=found.skipped,
     )
+
+
+def _share_of_each(
+    rows: NDArray[np.int64],
+    owners: NDArray[np.int64],
+    draws: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    share: float,
+) -> NDArray[np.int64]:
+    """A share of every owner's rows, those with the lowest draws."""
+    order = np.lexsort((draws, owners))
+    rank = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.sort(rows[order[rank < np.repeat((sizes * share).astype(np.int64), sizes)]])
 
 
 def dealt(found: Source, kind: str, clients: int | None, seed: int, alpha: float, shards_per_client: int) -> Source:

@@ -3,6 +3,7 @@ a dataset is asked for by its name; the objects themselves are only asked for ro
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,36 +58,15 @@ def load(
         dataset, test_dataset = _opened(dataset, split, test_split, test_dataset)
         parts = [("", dataset)]
     parts += [] if test_dataset is None else [("", test_dataset)]
-    broken = files.Broken(skip_broken)
-    inputs: list[NDArray[Any]] = []
-    labels: list[Any] = []
-    owners, official = [], []
+    read = _Read(input_column, label_column, owner_column, channels, image_size, files.Broken(skip_broken))
     for number, (name, rows) in enumerate(parts):
-        test = test_dataset is not None and number == len(parts) - 1
-        before = len(labels)
-        for where, row in _rows(rows, name, input_column, label_column):
-            try:
-                array = _array(row[input_column], channels, image_size)
-                if inputs and array.shape != inputs[0].shape:
-                    raise ValueError(f"is {array.shape}, the first {inputs[0].shape}: set image_size or channels")
-                label, owner = row[label_column], row[owner_column] if owner_column and not test else name
-                if label is None or owner is None:
-                    raise ValueError("has no label or no owner")
-            except (OSError, ValueError, TypeError, KeyError) as error:
-                broken.found(where, f"{input_column} {error}")
-                continue
-            inputs.append(array)
-            labels.append(label)
-            owners.append(owner)
-            official.append(test)
-        if len(labels) == before:
-            broken.found(f"partition {name!r}" if name else "the dataset", "an empty client, no sample in it")
-    if not labels:
-        raise DataError(f"the dataset holds no readable sample ({broken.count} broken)")
-    names, numbers = _numbered(labels, parts[0][1], label_column)
+        read.part(rows, name, official=test_dataset is not None and number == len(parts) - 1)
+    if not read.labels:
+        raise DataError(f"the dataset holds no readable sample ({read.broken.count} broken)")
+    names, numbers = _numbered(read.labels, parts[0][1], label_column)
     # Partitions keep their order: as text, "10" would come before "2".
-    ids = np.array([int(owner or 0) for owner in owners]) if partitioner is not None else np.array(owners)
-    found = source(np.stack(inputs), numbers, ids, np.array(official), broken.count, test_is_owned=False)
+    ids = np.array([int(owner or 0) for owner in read.owners]) if partitioner is not None else np.array(read.owners)
+    found = source(np.stack(read.inputs), numbers, ids, np.array(read.official), read.broken.count, test_is_owned=False)
     if partition is not None:
         found, clients = dealt(found, partition, clients, seed, alpha, shards_per_client), None
     return grouped(
@@ -104,6 +84,47 @@ def load(
     )
 
 
+@dataclass
+class _Read:
+    """The samples that were read so far."""
+
+    input_column: str
+    label_column: str
+    owner_column: str | None
+    channels: int | None
+    image_size: int | None
+    broken: files.Broken
+    inputs: list[NDArray[Any]] = field(default_factory=list)
+    labels: list[Any] = field(default_factory=list)
+    owners: list[Any] = field(default_factory=list)
+    official: list[bool] = field(default_factory=list)
+
+    def part(self, rows: Any, name: str, official: bool) -> None:
+        """All rows of a partition or of a dataset; those of an official test set belong to nobody."""
+        before = len(self.labels)
+        for where, row in _rows(rows, name, self.input_column, self.label_column):
+            try:
+                array, label, owner = self._sample(row, None if official else self.owner_column, name)
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                self.broken.found(where, f"{self.input_column} {error}")
+                continue
+            self.inputs.append(array)
+            self.labels.append(label)
+            self.owners.append(owner)
+            self.official.append(official)
+        if len(self.labels) == before:
+            self.broken.found(f"partition {name!r}" if name else "the dataset", "an empty client, no sample in it")
+
+    def _sample(self, row: Any, owner_column: str | None, name: str) -> tuple[NDArray[Any], Any, Any]:
+        array = _array(row[self.input_column], self.channels, self.image_size)
+        if self.inputs and array.shape != self.inputs[0].shape:
+            raise ValueError(f"is {array.shape}, the first {self.inputs[0].shape}: set image_size or channels")
+        label, owner = row[self.label_column], row[owner_column] if owner_column else name
+        if label is None or owner is None:
+            raise ValueError("has no label or no owner")
+        return array, label, owner
+
+
 def _opened(dataset: Any, split: str, test_split: str | None, test: Any) -> tuple[Any, Any]:
     """The training rows, and the test rows if there are any."""
     if isinstance(dataset, str | os.PathLike):
@@ -112,7 +133,7 @@ def _opened(dataset: Any, split: str, test_split: str | None, test: Any) -> tupl
         except ImportError:
             raise UsageError(f"opening the dataset {str(dataset)!r} needs: pip install datasets") from None
         try:
-            saved = any((Path(dataset) / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
+            saved = any((Path(dataset) / name).exists() for name in SAVED)
             dataset = datasets.load_from_disk(dataset) if saved else datasets.load_dataset(dataset)
         except Exception as error:  # whatever the network, the hub or a loading script raise
             raise DataError(f"Hugging Face cannot open the dataset {str(dataset)!r}: {error}") from error
