@@ -142,7 +142,7 @@ def top(values: Tensor, keep: Sequence[int], sizes: Sequence[int], round: int, a
     """
     bits = _magnitude_bits(values)
     if among is not None:
-        bits = bits | (~among).to(bits.dtype).neg_()  # −1 where not eligible, below every magnitude
+        bits = torch.where(among, bits, -1)  # not eligible: below every magnitude
     if len(sizes) == 1:
         return _top(bits, keep[0], round, 0)
     starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
@@ -217,18 +217,14 @@ def _top_on_gpu(bits: Tensor, keep: int, round: int, start: int) -> Tensor:
 def _top(bits: Tensor, keep: int, round: int, start: int) -> Tensor:
     if bits.is_cuda:
         return _top_on_gpu(bits, keep, round, start)
-    eligible = _compare(bits, operator.ge, 0)
-    if keep >= count_true(eligible):
-        return eligible
     if keep <= 0:
-        return torch.zeros_like(eligible)
-    threshold = _kth_largest(bits, keep)
-    mask = _compare(bits, operator.gt, threshold)
-    missing = keep - count_true(mask)
-    ties = positions_of(_compare(bits, operator.eq, threshold))
-    if missing < ties.numel():
-        ties = ties[tie_break(ties + start, round).argsort()[:missing]]
-    mask[ties] = True
+        return torch.zeros_like(bits, dtype=torch.bool)
+    threshold = _kth_largest(bits, keep) if keep < bits.numel() else 0
+    mask = _compare(bits, operator.ge, max(threshold, 0))  # below 0: fewer than `keep` are eligible
+    too_many = count_true(mask) - keep
+    if too_many > 0:
+        ties = positions_of(_compare(bits, operator.eq, threshold))
+        mask[ties[tie_break(ties + start, round).argsort()[ties.numel() - too_many :]]] = False
     return mask
 
 
