@@ -36,7 +36,7 @@ class Sparse:
             # To list positions is to wait for all that was started, and a GPU is faster through the whole vector.
             return cls.view(mask, vector)
         positions = positions_of(mask)
-        sparse = cls(positions, vector[positions], mask.numel())
+        sparse = cls(positions, vector.index_select(0, positions), mask.numel())
         sparse._mask = mask
         return sparse
 
@@ -79,7 +79,7 @@ class Sparse:
     @cached_property
     def values(self) -> Tensor:
         """One for every position."""
-        return self._vector[self.positions]
+        return self._vector.index_select(0, self.positions)
 
     @property
     def density(self) -> float:
@@ -110,10 +110,9 @@ class Sparse:
         """Set the entries of a vector at these positions, in place, and return it."""
         if vars(self).get("count") == self.size:
             return vector.fill_(value)
-        if not self._listed:
-            return vector.masked_fill_(self.mask(), value)
-        vector[self.positions] = value
-        return vector
+        if self._listed:
+            return vector.index_fill_(0, self.positions, value)
+        return vector.masked_fill_(self.mask(), value)
 
     @property
     def _listed(self) -> bool:
@@ -142,7 +141,7 @@ def top(values: Tensor, keep: Sequence[int], sizes: Sequence[int], round: int, a
     """
     bits = _magnitude_bits(values)
     if among is not None:
-        bits = torch.where(among, bits, -1)  # not eligible: below every magnitude
+        bits.bitwise_or_((~among).to(bits.dtype).neg_())  # −1 where not eligible, below every magnitude
     if len(sizes) == 1:
         return _top(bits, keep[0], round, 0)
     starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
