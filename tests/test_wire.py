@@ -345,7 +345,7 @@ def test_golden_files(name) -> None:
 
 
 @given(
-    st.integers(1, 400),
+    st.integers(1, 400) | st.integers(4090, 4400),
     st.lists(st.sampled_from([0.0, 0.004, 0.05, 0.1, 0.5, 0.9, 0.97, 1.0]), min_size=1, max_size=5),
     st.integers(0, 99),
 )
@@ -355,6 +355,16 @@ def test_rows_are_laid_out_as_masks_are_one_by_one(size, densities, seed) -> Non
     counts = masks.sum(1).tolist()
     expected = [positions.lay_out(mask, count) for mask, count in zip(masks, counts)]
     assert positions.lay_out_rows(masks, counts) == expected
+    for mask, laid_out in zip(masks, expected):
+        assert torch.equal(wire.unpack(positions.squeeze(laid_out), size), mask)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.02, 0.06, 0.94, 0.98, 0.999])
+def test_no_bitmap_is_made_where_it_would_not_be_sent(density) -> None:
+    mask = mask_of(50_000, density, 4)
+    laid_out = positions.lay_out(mask, int(mask.sum()))
+    with_bitmap = replace(laid_out, bitmap=np.packbits(mask.numpy(), bitorder="little").tobytes())
+    assert laid_out.bitmap is None and positions.squeeze(laid_out) == positions.squeeze(with_bitmap)
 
 
 @given(

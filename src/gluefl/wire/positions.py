@@ -20,6 +20,8 @@ CODECS = ("nothing", "everything", "bitmap", "bitmap+zstd", "gaps+zstd", "gaps o
 
 ZSTD_LEVEL = 1
 SPARSE = 1 / 8  # below this density (or above its complement) gaps are tried beside the bitmap
+VERY_SPARSE = 1 / 16  # and below this one the bitmap is not tried: it was the longer one in every message we looked at
+LONG = 4096  # positions; a shorter bitmap may be shorter than the frame around the gaps
 LONGEST_VARINT = 5  # bytes, for gaps below 2^32
 GATHER_BITS = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, in order, in the highest byte
 
@@ -39,7 +41,7 @@ class LaidOut:
 
     size: int
     count: int
-    bitmap: bytes = b""
+    bitmap: bytes | None = None
     gaps: bytes | None = None  # between those that are present or those that are absent, whichever are few
 
 
@@ -54,30 +56,38 @@ def lay_out(mask: Tensor, count: int) -> LaidOut:
     if count in (0, size):
         return LaidOut(size, count)
     gaps = None
-    if count <= SPARSE * size:
-        gaps = _gaps(mask)
-    elif size - count <= SPARSE * size:
-        gaps = _gaps(~mask)
-    return LaidOut(size, count, _to_bitmap(mask), gaps)
+    if _few(count, size) <= SPARSE * size:
+        gaps = _gaps(mask if _lists_present(count, size) else ~mask)
+    return LaidOut(size, count, _to_bitmap(mask) if _tries_bitmap(count, size) else None, gaps)
 
 
 def lay_out_rows(masks: Tensor, counts: Sequence[int]) -> list[LaidOut]:
     """As `lay_out` for every row of a matrix, in a handful of calls to a GPU: one call costs as much as its work."""
-    size, bitmaps = masks.shape[1], _bitmaps(masks)
+    size = masks.shape[1]
+    some = [i for i, count in enumerate(counts) if 0 < count < size]
+    dense = [i for i in some if _tries_bitmap(counts[i], size)]
+    bitmaps = dict(zip(dense, _bitmaps(masks[dense]))) if dense else {}
     gaps: dict[int, bytes] = {}
-    for absent in (False, True):
-        few = [
-            i
-            for i, count in enumerate(counts)
-            if 0 < count < size and (size - count if absent else count) <= SPARSE * size and i not in gaps
-        ]
+    for present in (True, False):
+        few = [i for i in some if _few(counts[i], size) <= SPARSE * size and _lists_present(counts[i], size) == present]
         if few:
-            some = masks[few]
-            gaps |= zip(few, _gaps_of_rows(~some if absent else some))
+            gaps |= zip(few, _gaps_of_rows(masks[few] if present else ~masks[few]))
     return [
-        LaidOut(size, count) if count in (0, size) else LaidOut(size, count, bitmaps[i].tobytes(), gaps.get(i))
+        LaidOut(size, count, bitmaps[i].tobytes() if i in bitmaps else None, gaps.get(i))
         for i, count in enumerate(counts)
     ]
+
+
+def _few(count: int, size: int) -> int:
+    return min(count, size - count)
+
+
+def _lists_present(count: int, size: int) -> bool:
+    return count <= size - count
+
+
+def _tries_bitmap(count: int, size: int) -> bool:
+    return size < LONG or _few(count, size) > VERY_SPARSE * size
 
 
 def squeeze(laid_out: LaidOut) -> Packed:
@@ -85,9 +95,11 @@ def squeeze(laid_out: LaidOut) -> Packed:
     size, count = laid_out.size, laid_out.count
     if count in (0, size):
         return Packed(NOTHING if count == 0 else EVERYTHING, count, b"")
-    tried = [(BITMAP_ZSTD, _compress(laid_out.bitmap)), (BITMAP, laid_out.bitmap)]
+    tried = []
+    if laid_out.bitmap is not None:
+        tried += [(BITMAP_ZSTD, _compress(laid_out.bitmap)), (BITMAP, laid_out.bitmap)]
     if laid_out.gaps is not None:
-        tried.append((GAPS_ZSTD if count <= SPARSE * size else ABSENT_GAPS_ZSTD, _compress(laid_out.gaps)))
+        tried.append((GAPS_ZSTD if _lists_present(count, size) else ABSENT_GAPS_ZSTD, _compress(laid_out.gaps)))
     codec, data = min(tried, key=lambda option: len(option[1]))
     return Packed(codec, count, data)
 
