@@ -7,6 +7,7 @@ import io
 import json
 import os
 import struct
+import tracemalloc
 import wave
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from gluefl.errors import DataError, UsageError
 from gluefl.populations import LOADERS, Population, Samples, build, cache, partition
-from gluefl.populations.grouped import enough
+from gluefl.populations.grouped import enough, source
 from gluefl.populations.speech import RATE, WORDS, logmel
 from gluefl.randomness import stream
 
@@ -633,10 +634,75 @@ def test_huggingface_broken(rng):
         build("huggingface", partitioner=Partitioner([rows_of(rng, 30), Rows()]))
 
 
+def test_huggingface_labels_are_whole_numbers(rng):
+    rows = rows_of(rng, 90)
+    for row in rows:
+        row["label"] = float(row["label"])
+    assert build("huggingface", dataset=rows, owner_column="user").classes == 2  # 0.0 and 1.0 are whole
+    for wrong, found in ((1.7, "found 1.7"), (float("nan"), "NaN"), (float("inf"), "infinity")):
+        rows[5]["label"] = wrong
+        with pytest.raises(DataError, match=f"'label': labels are neither names nor whole numbers .*{found}"):
+            build("huggingface", dataset=rows, owner_column="user")
+
+
+@pytest.mark.parametrize("skip_broken", [False, True])
+def test_huggingface_unknown_owner_column(rng, skip_broken):
+    rows = rows_of(rng, 90)
+    with pytest.raises(UsageError, match=r"no column 'usr'\. Known: image, label, user"):
+        build("huggingface", dataset=rows, owner_column="usr", skip_broken=skip_broken)
+    unowned = Rows({"image": row["image"], "label": row["label"]} for row in rows[:7])
+    tested = build("huggingface", dataset=rows, test_dataset=unowned, owner_column="user", skip_broken=skip_broken)
+    assert len(tested.test()) == 7 and tested.clients == 3 and not tested.skipped
+
+
+def test_huggingface_a_test_set_does_not_change_the_order_of_clients(rng):
+    rows = rows_of(rng, 120)
+    for number, row in enumerate(rows):
+        row["user"] = number % 12
+    options = {"dataset": rows, "owner_column": "user", "min_samples": 1}
+    plain, tested = build("huggingface", **options), build("huggingface", test_dataset=rows[:20], **options)
+    assert plain.names == tested.names == tuple(map(str, range(12)))
+    few = build("huggingface", test_dataset=rows[:20], clients=3, **options)
+    assert few.names == ("0", "1", "2") and len(few.test()) == 20
+
+
+@pytest.mark.parametrize("more", [{"owner_column": "user"}, {"partition": "iid", "clients": 3}])
+def test_huggingface_a_partitioner_alone_says_who_owns_what(rng, more):
+    partitioner = Partitioner([rows_of(rng, 30), rows_of(rng, 30)])
+    with pytest.raises(UsageError, match=f"found {next(iter(more))} = .* beside a partitioner"):
+        build("huggingface", partitioner=partitioner, **more)
+
+
 def test_huggingface_by_name_names_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(UsageError, match="pip install datasets"):
         build("huggingface", dataset="mnist", owner_column="user")
+
+
+# mean and deviation
+
+
+def test_mean_and_deviation_look_at_no_more_than_ten_thousand_samples_in_little_memory():
+    inputs = np.zeros((19_999, 28, 28), np.uint8)
+    inputs[1::2] = 255  # every other sample, which nobody looks at
+    labels = np.zeros(len(inputs), np.int64)
+    tracemalloc.start()
+    try:
+        found = source(inputs, labels, labels)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.mean.tolist() == [0.0] and found.std.tolist() == [1.0]
+    assert peak < inputs.nbytes / 4
+
+
+@pytest.mark.parametrize("shape", [(700, 3, 20, 30), (700, 20, 30), (9000, 12), (2, 300, 300)])
+def test_mean_and_deviation_in_chunks_are_those_of_the_whole(rng, shape):
+    axes = (0, 2, 3) if len(shape) == 4 else None
+    for inputs in (rng.integers(0, 256, shape, np.uint8), rng.normal(1e8, 1, shape)):  # far from zero: rounding
+        found = source(inputs, np.zeros(shape[0], np.int64), np.zeros(shape[0], np.int64))
+        assert found.mean == pytest.approx(np.atleast_1d(inputs.mean(axis=axes)), rel=1e-12)
+        assert found.std == pytest.approx(np.atleast_1d(inputs.std(axis=axes)), rel=1e-6)
 
 
 # the cache

@@ -254,6 +254,18 @@ def test_a_journal_that_lacks_rounds_of_the_checkpoint_is_an_error(tmp_path) -> 
         small_run(out=tmp_path / "run", resume=True)
 
 
+def test_a_run_that_was_given_more_rounds_is_not_done_before_they_are_played(tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=4)
+    assert (tmp_path / "run" / "summary.json").exists()
+    with pytest.raises(Crash):
+        small_run(out=tmp_path / "run", resume=True, callbacks=[crash])
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert small_run(out=tmp_path / "run", resume=True).summary["rounds"] == ROUNDS
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "checkpoint", "config.toml", "journal.jsonl", "model.safetensors", "summary.json"
+    }  # fmt: skip
+
+
 def test_resuming_what_is_done_plays_no_round(undisturbed, tmp_path) -> None:
     small_run(out=tmp_path / "run")
     rounds = []
@@ -339,6 +351,38 @@ def test_what_cannot_run_is_refused_before_anything_is_written(change, says, tmp
     with pytest.raises(UsageError, match=says):
         small_run(out=tmp_path / "run", **change)
     assert not (tmp_path / "run").exists()
+
+
+@dataclass(frozen=True)
+class Forgetful(FedAvg):
+    """Its state is what a checkpoint cannot hold."""
+
+    state: object = None
+
+    def init(self, space):
+        return self.state
+
+    def mask(self, state, round):
+        return torch.ones(180, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Words:
+    text: str = "hello"
+
+
+@pytest.mark.parametrize("state", [{"a": 1}, [1, 2], Words()])
+def test_a_state_that_cannot_be_saved_is_refused_before_anything_is_written(state, tmp_path) -> None:
+    with pytest.raises(GlueFLError, match="a checkpoint holds a frozen dataclass of tensors"):
+        small_run(out=tmp_path / "run", strategy=Forgetful(state), sampler=Uniform(4))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+def test_every_message_is_encoded_and_decoded_on_a_gpu_too() -> None:
+    setting = {"trainer": "loop", "device": "cuda"}
+    measured, encoded = (small_run(options=options(encode=encode, **setting)) for encode in (False, True))
+    assert timeless(measured.journal) == timeless(encoded.journal)
 
 
 class Broken(nn.Module):

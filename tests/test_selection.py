@@ -163,7 +163,10 @@ def test_over_the_whole_vector_or_over_its_positions_gives_the_same_bits(entries
     values = torch.tensor([value for _, value, _ in entries], dtype=torch.float32)
     vector = torch.tensor([-0.0 if other == 0 else other for _, _, other in entries], dtype=torch.float32)
     listed, unlisted = Sparse.where(mask, values), Unlisted.view(mask, values)
-    for change in (lambda sparse: sparse.add_to(vector.clone(), weight), lambda sparse: sparse.fill(vector.clone(), 7)):
+    for change in (
+        lambda sparse: sparse.add_to(vector.clone(), weight),
+        lambda sparse: sparse.set_in(vector.clone(), 7),
+    ):
         expected, found = change(listed), change(unlisted)
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.view(torch.int32)[~found.isnan()], expected.view(torch.int32)[~found.isnan()])

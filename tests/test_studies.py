@@ -140,6 +140,12 @@ def test_studies_share_the_runs_that_are_the_same(tmp_path) -> None:
     other = tiny(only=("none", "REC"))
     with pytest.raises(UsageError, match="no such folder"):
         conduct(load("figure11"), other, tmp_path / "figure11", [1], reuse=tmp_path / "nowhere")
+    half = tmp_path / "figure1" / ".half-REC-1"  # a copy that was killed, and would be found first
+    half.mkdir(parents=True)
+    for name in ("config.toml", "summary.json"):
+        (half / name).write_bytes((shared / name).read_bytes())
+    (half / "journal.jsonl").write_bytes(b"")
+    (tmp_path / "figure11" / ".half-REC-1").mkdir(parents=True)  # and one of our own
     outcome = conduct(load("figure11"), other, tmp_path / "figure11", [1], reuse=tmp_path)
     copied = tmp_path / "figure11" / "REC-1"
     assert (copied / "journal.jsonl").read_bytes() == (shared / "journal.jsonl").read_bytes()  # wall_s and all

@@ -155,7 +155,103 @@ def test_the_choice_on_a_cpu(name, trainer):
 class Population:
     """All that the choice of a trainer asks of one."""
 
+    shape = (1, 28, 28)
     transform = staticmethod(lambda inputs: inputs)
+    train = staticmethod(lambda client: Samples(torch.zeros(3, 1, 28, 28), torch.zeros(3, dtype=torch.long)))
+
+
+class Between(torch.nn.Module):
+    """A layer of one's own between two others."""
+
+    def __init__(self, layer, function=lambda x: x):
+        super().__init__()
+        self.first, self.layer, self.last = torch.nn.Linear(784, 8), layer, torch.nn.Linear(8, 10)
+        self.function = function
+
+    def forward(self, x):
+        x = self.layer(self.first(x.flatten(1)).unsqueeze(1))
+        return self.last(self.function(x[0] if isinstance(x, tuple) else x).squeeze(1))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Between(torch.nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True)),
+        Between(torch.nn.RReLU()),
+        Between(torch.nn.Identity(), lambda x: torch.nn.functional.dropout(x, 0.5)),
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.AlphaDropout(0.1), torch.nn.Linear(784, 10)),
+    ],
+)
+def test_whatever_draws_random_numbers_is_trained_by_the_loop(module):
+    before = torch.random.get_rng_state()
+    assert type(choose("auto", module, Layout.of(module), Population, cross_entropy, CPU)) is Loop
+    assert torch.equal(torch.random.get_rng_state(), before)
+    quiet = Between(torch.nn.LSTM(8, 8, batch_first=True))
+    assert type(choose("auto", quiet, Layout.of(quiet), Population, cross_entropy, CPU)) is Workers
+
+
+def with_a_relu_twice():
+    relu = torch.nn.ReLU()
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(784, 9), relu, torch.nn.Linear(9, 9), relu, torch.nn.Linear(9, 10)
+    )
+
+
+def with_a_frozen_layer():
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 9), torch.nn.ReLU(), torch.nn.Linear(9, 10))
+    module[1].requires_grad_(False)
+    return module
+
+
+def with_a_hook():
+    module = with_a_relu_twice()
+    module[1].register_forward_hook(lambda layer, given, out: 2 * out)
+    return module
+
+
+def with_a_shared_layer():
+    matrix = torch.nn.Linear(9, 9)
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(784, 9), matrix, torch.nn.ReLU(), matrix, torch.nn.Linear(9, 10)
+    )
+
+
+class Doubled(torch.nn.Sequential):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_an_unused_layer():
+    module = Between(torch.nn.Identity())
+    module.unused = torch.nn.Linear(3, 3)
+    return module
+
+
+@pytest.mark.parametrize(
+    "module_of, trainer",
+    [
+        (with_a_relu_twice, Dense),
+        (with_a_frozen_layer, Workers),
+        (with_a_hook, Workers),
+        (with_a_shared_layer, Workers),
+        (with_an_unused_layer, Workers),
+        (lambda: Doubled(torch.nn.Flatten(), torch.nn.Linear(784, 10)), Workers),
+        (lambda: torch.nn.Sequential(torch.nn.Linear(28, 3), torch.nn.Flatten(), torch.nn.Linear(84, 10)), Workers),
+        (lambda: torch.nn.Sequential(torch.nn.Flatten(1, 2), torch.nn.Flatten(), torch.nn.Linear(784, 10)), Workers),
+    ],
+)
+def test_the_chosen_trainer_gives_what_the_loop_gives_for_modules_with_a_catch(module_of, trainer):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = module_of().double()
+    layout = Layout.of(module, torch.float64)
+    chosen = choose("auto", module, layout, Population, cross_entropy, CPU)
+    assert type(chosen) is trainer
+    arguments = (*layout.flatten(module), jobs(PLAIN, 28, torch.float64, CPU, uneven=False), PLAIN, 0.01, None)
+    expected = list(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments))
+    for a, b in zip(expected, sorted(chosen.train(*arguments), key=lambda outcome: outcome.client)):
+        assert a.delta.any()
+        torch.testing.assert_close(b.delta, a.delta, rtol=1e-9, atol=1e-14)
 
 
 def test_dropout_is_trained_by_the_loop_and_depends_on_the_job_alone():

@@ -7,12 +7,14 @@ every client's replica is the server's model bit for bit; `Measured` skips the v
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from gluefl import wire
 from gluefl.errors import GlueFLError
 from gluefl.layout import Layout
 from gluefl.replica import Replica
+from gluefl.selection import Sparse
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,15 @@ class Encoded:
         data = wire.encode(header, wire.encode_body(body), self.layout.size, self.layout.statistics_size)
         if len(data) != wire.measure(body):
             raise GlueFLError(f"a message was measured as {wire.measure(body)} bytes and has {len(data)}")
-        return wire.decode(data, self._expected(wire.UPLOAD, body.shared))[1], len(data)
+        known = wire.Shared(body.shared.mask.cpu())  # messages are read on a CPU, wherever the model is
+        received = wire.decode(data, self._expected(wire.UPLOAD, known))[1]
+        return _on(body.statistics.device, received, body.shared), len(data)
 
     def _expected(self, kind: int, shared: wire.Shared | None) -> wire.Expected:
         layout = self.layout
         return wire.Expected(self.run, layout.fingerprint, layout.size, layout.statistics_size, kind, shared)
+
+
+def _on(device: torch.device, body: wire.Body, shared: wire.Shared) -> wire.Body:
+    update = Sparse(body.update.positions.to(device), body.update.values.to(device), body.update.size)
+    return wire.Body(update, body.statistics.to(device), shared, body.sends_mask)

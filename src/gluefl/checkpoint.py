@@ -22,6 +22,7 @@ from gluefl.round import State
 from gluefl.strategies import Space
 
 VERSION = 1
+HOLDS = "a checkpoint holds a frozen dataclass of tensors, numbers and None, a Space, or None."
 
 
 def save(folder: Path, state: State, residuals: Residuals) -> None:
@@ -62,6 +63,13 @@ def save(folder: Path, state: State, residuals: Residuals) -> None:
         if old.name != name:
             old.unlink()
     residuals.discard_old()
+
+
+def check(state: State) -> None:
+    """Refuse a strategy whose state a checkpoint could not hold, before anything is trained."""
+    for name, value in _take_apart(state.strategy)[1].items():
+        if not isinstance(value, int | float | None):
+            raise GlueFLError(f"the strategy's state has {name} = {value!r}: {HOLDS}")
 
 
 def load(folder: Path, fresh: State, residuals: Residuals) -> State:
@@ -114,10 +122,7 @@ def _take_apart(state: Any) -> tuple[dict[str, Tensor], dict[str, float | int | 
     if isinstance(state, Space) or state is None:
         return {}, {}
     if not is_dataclass(state):
-        raise GlueFLError(
-            f"the strategy's state is a {type(state).__name__}; a checkpoint holds a frozen dataclass of tensors and "
-            "numbers, a Space, or None."
-        )
+        raise GlueFLError(f"the strategy's state is a {type(state).__name__}: {HOLDS}")
     values = {field.name: getattr(state, field.name) for field in fields(state)}
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     return tensors, {n: v for n, v in values.items() if n not in tensors and not isinstance(v, Space)}

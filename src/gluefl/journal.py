@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ class Journal:
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def sync(self) -> None:
+        """Let what was written outlast a power failure too."""
+        if self.path is not None and self.path.exists():
+            with open(self.path, "rb") as file:
+                os.fsync(file.fileno())
 
     def cut(self, rounds: int) -> None:
         """Go back to a checkpoint: keep the lines of the first rounds."""

@@ -52,5 +52,5 @@ class Ledger:
 
     def publish(self, update: Sparse) -> "Ledger":
         """The next version changes the coordinates of this update, also where the change is zero."""
-        changed_at = update.fill(self.changed_at.clone(), self.version + 1)
+        changed_at = update.set_in(self.changed_at.clone(), self.version + 1)
         return replace(self, changed_at=changed_at, version=self.version + 1)

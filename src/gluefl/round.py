@@ -262,7 +262,7 @@ def aggregate(f: Federation, state: State, uploads: Sequence[Upload], round: int
     strategy, update = f.strategy.aggregate(state.strategy, uploads, round)
     velocity, update = f.server.step(state.velocity, update)
     statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
-    check_finite(update.values, statistics, round)
+    check_finite(update, statistics, round)
     return Aggregated(strategy, velocity, update, statistics)
 
 
@@ -291,7 +291,7 @@ def publish(
     )
 
 
-def check_finite(values: Tensor, statistics: Tensor, round: int) -> None:
+def check_finite(update: Sparse, statistics: Tensor, round: int) -> None:
     """Refuse to publish a model that is not made of numbers; top-k has looked already, dense strategies have not."""
-    if not bool(torch.isfinite(values).all() & torch.isfinite(statistics).all()):
+    if not (update.is_finite() and torch.isfinite(statistics).all()):
         raise GlueFLError(f"round {round}: the update is not finite. {DIVERGED}")

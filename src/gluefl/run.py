@@ -26,6 +26,7 @@ from gluefl.fleet import Devices, Instant
 from gluefl.journal import Journal, Line, reached_round, summarise
 from gluefl.layout import Layout
 from gluefl.populations import Population
+from gluefl.populations.shelf import Shelf
 from gluefl.residuals import Residuals, room_on
 from gluefl.round import Federation, State, play, start
 from gluefl.sampling import Pool, Sampler, Uniform
@@ -118,7 +119,7 @@ def train(
         strategy=strategy,
         server=server or Server(),
         devices=devices or Instant(),
-        engine=LocalEngine(population, trainer, sgd, seed, device),
+        engine=LocalEngine(population, trainer, sgd, seed, device, Shelf(room_on(device) // 2)),
         channel=Encoded(layout, run) if options.encode else Measured(),
         residuals=Residuals(
             layout.size,
@@ -144,7 +145,9 @@ def train(
     named = layout.state_dict(module, state.weights, state.statistics)
     if folder is not None:
         save_file(named, folder / "model.safetensors")
-        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        whole = folder / "summary.json.tmp"  # a summary is there in full, or not at all: it says that a run is done
+        whole.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        whole.replace(folder / "summary.json")
     return Result(module.cpu().eval(), journal.lines, summary)
 
 
@@ -184,6 +187,7 @@ def _carry_out(plan: _Plan, f: Federation, state: State, journal: Journal, evalu
             stop = any([callback(line, state) for callback in plan.callbacks])  # noqa: C419 - every one is called
             ends = stop or interrupted or (plan.options.checkpoint_at_end and plan.is_over(state, journal))
             if plan.folder and (state.round % plan.options.checkpoint_every == 0 or ends):
+                journal.sync()  # a checkpoint must never be ahead of it
                 checkpoint.save(plan.folder / "checkpoint", state, f.residuals)
     if interrupted:
         hint = f" Go on with --resume --out {plan.folder}." if plan.folder else ""
@@ -227,6 +231,7 @@ def _pool(population: Population, importance: str, devices: Devices | None) -> P
 
 def _open(folder: Path, description: str, resume: bool, fresh: State, journal: Journal, residuals: Residuals) -> State:
     """Make a run's folder, or go on in it."""
+    checkpoint.check(fresh)
     config = folder / "config.toml"
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; --out needs a folder.")
@@ -238,6 +243,7 @@ def _open(folder: Path, description: str, resume: bool, fresh: State, journal: J
     if config.exists():
         _same(config.read_text(encoding="utf-8"), description, folder)
     config.write_text(description, encoding="utf-8")
+    (folder / "summary.json").unlink(missing_ok=True)  # it is of the rounds that were done before
     state = fresh
     if checkpoint.exists(folder / "checkpoint"):
         state = checkpoint.load(folder / "checkpoint", fresh, residuals)

@@ -99,20 +99,31 @@ class Sparse:
 
     def add_to(self, vector: Tensor, weight: float = 1.0) -> Tensor:
         """Add `weight` times this to a vector, in place, and return it."""
-        if vars(self).get("count") == self.size:
+        if self._is_whole:
             return vector.add_(self.values * weight)
         if self._listed:
             return vector.index_add_(0, self.positions, self.values * weight)
         # Adding −0 changes nothing, not even the sign of a zero.
         return vector.add_((self._vector * weight).masked_fill_(~self.mask(), -0.0))
 
-    def fill(self, vector: Tensor, value: float) -> Tensor:
+    def set_in(self, vector: Tensor, value: float) -> Tensor:
         """Set the entries of a vector at these positions, in place, and return it."""
-        if vars(self).get("count") == self.size:
+        if self._is_whole:
             return vector.fill_(value)
         if self._listed:
             return vector.index_fill_(0, self.positions, value)
         return vector.masked_fill_(self.mask(), value)
+
+    def is_finite(self) -> bool:
+        """Whether all values are numbers."""
+        if self._is_whole or self._listed:
+            return bool(torch.isfinite(self.values).all())
+        return bool(torch.isfinite(self._vector).logical_or_(~self.mask()).all())
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether every position is present, as far as is known: to count on a GPU is to wait for it."""
+        return vars(self).get("count") == self.size
 
     @property
     def _listed(self) -> bool:

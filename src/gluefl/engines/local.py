@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gluefl.errors import DataError
 from gluefl.populations import Population, Samples
+from gluefl.populations.shelf import Shelf
 from gluefl.randomness import stream
 from gluefl.training import Job, LocalSGD, Outcome, Trainer
 
@@ -23,7 +24,7 @@ class LocalEngine:
     sgd: LocalSGD
     seed: int
     device: torch.device = CPU
-    _on_device: dict[int, Samples] = field(default_factory=dict)  # GPU only: data stays there once touched
+    near: Shelf = field(default_factory=lambda: Shelf(10**9))  # GPU only: data stays there, up to so many bytes
 
     def train(
         self, weights: Tensor, statistics: Tensor, clients: Sequence[int], round: int, frozen: Tensor | None
@@ -46,7 +47,9 @@ class LocalEngine:
     def _samples(self, client: int) -> Samples:
         if self.device.type == "cpu":
             return self.population.train(client)
-        if client not in self._on_device:
+
+        def move() -> Samples:
             samples = self.population.train(client)
-            self._on_device[client] = Samples(samples.inputs.to(self.device), samples.labels.to(self.device))
-        return self._on_device[client]
+            return Samples(samples.inputs.to(self.device), samples.labels.to(self.device))
+
+        return self.near.get(client, move)

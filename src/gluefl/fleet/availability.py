@@ -2,8 +2,8 @@
 
 `Diurnal`: every client has a standard normal process that moves in steps, and is online while it is below a
 threshold that follows the clock. The share of clients online is then the calibrated curve, exactly, while
-the steps decide how long a client stays. Nothing is stored: the process is noise by address, so one question
-costs a few hashes, whether the fleet has a thousand clients or a billion."""
+the steps decide how long a client stays. The process is noise by address, so one question costs a few hashes,
+whether the fleet has a thousand clients or a billion; only the last answers are remembered."""
 
 import functools
 import math

@@ -108,7 +108,9 @@ class Fleet:
 
     def trip(self, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int) -> Trip:
         """Download, train, upload; lost at the moment it goes offline before all is done."""
-        download_s, compute_s, upload_s = self._durations(*_speeds_of(self, client), down_bytes, up_bytes, samples)
+        # A file may be written again; what is drawn never changes.
+        speeds = _speeds_of(self, client) if self.network != "file" else _speeds_of.__wrapped__(self, client)
+        download_s, compute_s, upload_s = self._durations(*speeds, down_bytes, up_bytes, samples)
         arrival_s = download_s + compute_s + upload_s
         stays_s = self._availability().online_until(client, clock_s, clock_s + arrival_s) - clock_s
         return Trip(download_s, compute_s, upload_s, stays_s if stays_s < arrival_s else None)

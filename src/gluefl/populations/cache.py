@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gluefl.errors import DataError
 
-FORMAT = 1  # raise it when the same source is decoded to something else
+FORMAT = 2  # raise it when the same source is decoded to something else
 
 Arrays = dict[str, NDArray[Any]]
 

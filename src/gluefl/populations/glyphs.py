@@ -9,9 +9,6 @@ The centre lines are those of fonts carried by matplotlib: DejaVu (Bitstream Ver
 Font License 1.1) and Computer Modern (BaKoMa Fonts Licence). Their names lie in the atlas, no font does.
 """
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
@@ -25,6 +22,7 @@ from torch.nn.functional import grid_sample, interpolate
 
 from gluefl.errors import UsageError
 from gluefl.populations import Samples
+from gluefl.populations.shelf import Shelf
 from gluefl.randomness import stream
 
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -73,39 +71,6 @@ class Hand:
     ink: float  # grey level of full ink
     noise: float
     warp: Floats  # (62, 2, KNOTS, KNOTS) pixels, the hand's own plus each character's
-
-
-class Shelf:
-    """The clients made last, up to a number of bytes. Threads may share it; a pickled copy is empty."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.held: OrderedDict[int, Samples] = OrderedDict()
-        self.bytes = 0
-        self.lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[type["Shelf"], tuple[int]]:
-        return Shelf, (self.limit,)
-
-    def get(self, key: int, make: Callable[[], Samples]) -> Samples:
-        """The samples kept under `key`, made if need be."""
-        with self.lock:
-            if key in self.held:
-                self.held.move_to_end(key)
-                return self.held[key]
-        made = make()  # outside of the lock: two threads may both make it, and make the same
-        with self.lock:
-            if key not in self.held:
-                self.held[key] = made
-                self.bytes += weight(made)
-            while self.bytes > self.limit and self.held:
-                self.bytes -= weight(self.held.popitem(last=False)[1])
-        return made
-
-
-def weight(samples: Samples) -> int:
-    """The bytes samples take."""
-    return samples.inputs.nbytes + samples.labels.nbytes
 
 
 @dataclass(frozen=True)

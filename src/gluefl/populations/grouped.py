@@ -3,6 +3,7 @@ format into a `Source`; filtering, holding out and skew are done here, on row nu
 themselves can stay on disk."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from gluefl.populations import Samples, cache, partition
 from gluefl.randomness import stream
 
 HELD_OUT = ("official", "samples", "clients")
+MEASURED = 10_000  # samples over which mean and deviation are measured, at most
+CHUNK = 2**16  # values that are made float64 at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,8 +278,21 @@ def _shape(single: tuple[int, ...], channels: int, tokens: bool) -> tuple[int, .
 
 
 def _moments(inputs: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and deviation of the raw inputs, per channel for colour, over at most 10,000 samples."""
-    some = np.asarray(inputs[:: max(1, len(inputs) // 10_000)], np.float64)
-    axes = (0, 2, 3) if some.ndim == 4 else None
-    mean, std = np.atleast_1d(some.mean(axis=axes)), np.atleast_1d(some.std(axis=axes))
-    return mean, np.where(std > 0, std, 1.0)
+    """Mean and deviation of the raw inputs, per channel for colour, over at most `MEASURED` samples."""
+    some = inputs[:: max(1, math.ceil(len(inputs) / MEASURED))]
+    mean = _average(some, lambda x: x)
+    # A second pass: from the sum of squares alone, inputs far from zero would lose their deviation to rounding.
+    std = np.sqrt(_average(some, lambda x: np.square(x - mean)))
+    return mean.reshape(-1), np.where(std > 0, std, 1.0).reshape(-1)
+
+
+def _average(inputs: NDArray[Any], of: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> NDArray[np.float64]:
+    """The average of a function of every value, per channel for colour, in a shape that fits the inputs.
+
+    Chunk by chunk: only a chunk is ever held as float64, eight times the size of bytes.
+    """
+    axes = (0, 2, 3) if inputs.ndim == 4 else tuple(range(inputs.ndim))
+    step = max(1, CHUNK // max(1, math.prod(inputs.shape[1:])))
+    chunks = (np.asarray(inputs[start : start + step], np.float64) for start in range(0, len(inputs), step))
+    sums = [of(chunk).sum(axis=axes, keepdims=True) for chunk in chunks]
+    return np.asarray(np.sum(sums, axis=0) / math.prod(inputs.shape[axis] for axis in axes))

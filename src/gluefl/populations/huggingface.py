@@ -46,27 +46,24 @@ def load(
     `dataset` is a Dataset, a DatasetDict, the name of one, or a folder written by `save_to_disk`. Its clients
     are the values of `owner_column`, or are made by `partition`; with a partitioner, its partitions.
     """
-    if (dataset is None) == (partitioner is None):
-        raise UsageError("population 'huggingface' needs dataset = a name or object, or a partitioner, not both")
-    if partitioner is None and (owner_column is None) == (partition is None):
-        raise UsageError("population 'huggingface' needs owner_column = who owns a row, or partition = a scheme")
+    _check_who_owns(dataset, partitioner, owner_column, partition)
     if channels is not None:
         files.check_channels(channels)
+    parts: list[tuple[int | None, Any]]  # with the number of a partition
     if partitioner is not None:
-        parts = [(str(i), partitioner.load_partition(i)) for i in range(partitioner.num_partitions)]
+        parts = [(i, partitioner.load_partition(i)) for i in range(partitioner.num_partitions)]
     else:
         dataset, test_dataset = _opened(dataset, split, test_split, test_dataset)
-        parts = [("", dataset)]
-    parts += [] if test_dataset is None else [("", test_dataset)]
+        parts = [(None, dataset)]
+    parts += [] if test_dataset is None else [(None, test_dataset)]
     read = _Read(input_column, label_column, owner_column, channels, image_size, files.Broken(skip_broken))
-    for number, (name, rows) in enumerate(parts):
-        read.part(rows, name, official=test_dataset is not None and number == len(parts) - 1)
+    for position, (number, rows) in enumerate(parts):
+        read.part(rows, number, official=test_dataset is not None and position == len(parts) - 1)
     if not read.labels:
         raise DataError(f"the dataset holds no readable sample ({read.broken.count} broken)")
     names, numbers = _numbered(read.labels, parts[0][1], label_column)
-    # Partitions keep their order: as text, "10" would come before "2".
-    ids = np.array([int(owner or 0) for owner in read.owners]) if partitioner is not None else np.array(read.owners)
-    found = source(np.stack(read.inputs), numbers, ids, np.array(read.official), read.broken.count, test_is_owned=False)
+    ids, official = read.ids(), np.array(read.official)
+    found = source(np.stack(read.inputs), numbers, ids, official, read.broken.count, test_is_owned=False)
     if partition is not None:
         found, clients = dealt(found, partition, clients, seed, alpha, shards_per_client), None
     return grouped(
@@ -84,6 +81,22 @@ def load(
     )
 
 
+def _check_who_owns(dataset: Any, partitioner: Any, owner_column: str | None, partition: str | None) -> None:
+    """Exactly one thing says who owns a row: a partitioner, a column or a scheme."""
+    if (dataset is None) == (partitioner is None):
+        raise UsageError("population 'huggingface' needs dataset = a name or object, or a partitioner, not both")
+    if partitioner is None and (owner_column is None) == (partition is None):
+        raise UsageError(
+            "population 'huggingface' needs owner_column = who owns a row, or partition = a scheme, not both"
+        )
+    for option, value in (("owner_column", owner_column), ("partition", partition)):
+        if partitioner is not None and value is not None:
+            raise UsageError(
+                f"population 'huggingface': found {option} = {value!r} beside a partitioner, whose partitions are the "
+                f"clients. Leave out {option}, or give dataset instead of the partitioner"
+            )
+
+
 @dataclass
 class _Read:
     """The samples that were read so far."""
@@ -99,12 +112,14 @@ class _Read:
     owners: list[Any] = field(default_factory=list)
     official: list[bool] = field(default_factory=list)
 
-    def part(self, rows: Any, name: str, official: bool) -> None:
-        """All rows of a partition or of a dataset; those of an official test set belong to nobody."""
+    def part(self, rows: Any, number: int | None, official: bool) -> None:
+        """All rows of a partition, by its number, or of a dataset; those of an official test set belong to nobody."""
         before = len(self.labels)
-        for where, row in _rows(rows, name, self.input_column, self.label_column):
+        owner_column = None if official else self.owner_column
+        needed = filter(None, (self.input_column, self.label_column, owner_column))
+        for where, row in _rows(rows, number, *needed):
             try:
-                array, label, owner = self._sample(row, None if official else self.owner_column, name)
+                array, label, owner = self._sample(row, owner_column, number)
             except (OSError, ValueError, TypeError, KeyError) as error:
                 self.broken.found(where, f"{self.input_column} {error}")
                 continue
@@ -113,13 +128,23 @@ class _Read:
             self.owners.append(owner)
             self.official.append(official)
         if len(self.labels) == before:
-            self.broken.found(f"partition {name!r}" if name else "the dataset", "an empty client, no sample in it")
+            where = "the dataset" if number is None else f"partition '{number}'"
+            self.broken.found(where, "an empty client, no sample in it")
 
-    def _sample(self, row: Any, owner_column: str | None, name: str) -> tuple[NDArray[Any], Any, Any]:
+    def ids(self) -> NDArray[Any]:
+        """Who owns each row. What official rows get is a filler of the same type: text among numbers would make
+        text of them all, and "10" would come before "2"."""
+        official = np.array(self.official)
+        owned = np.array([owner for owner, held in zip(self.owners, official) if not held])
+        ids = np.zeros(len(official), owned.dtype)
+        ids[~official] = owned
+        return ids
+
+    def _sample(self, row: Any, owner_column: str | None, number: int | None) -> tuple[NDArray[Any], Any, Any]:
         array = _array(row[self.input_column], self.channels, self.image_size)
         if self.inputs and array.shape != self.inputs[0].shape:
             raise ValueError(f"is {array.shape}, the first {self.inputs[0].shape}: set image_size or channels")
-        label, owner = row[self.label_column], row[owner_column] if owner_column else name
+        label, owner = row[self.label_column], row[owner_column] if owner_column else number or 0
         if label is None or owner is None:
             raise ValueError("has no label or no owner")
         return array, label, owner
@@ -146,12 +171,12 @@ def _opened(dataset: Any, split: str, test_split: str | None, test: Any) -> tupl
     return dataset, test
 
 
-def _rows(rows: Any, name: str, *needed: str) -> Iterator[tuple[str, Any]]:
-    for number in range(len(rows)):
-        row = rows[number]
-        if number == 0 and (missing := [column for column in needed if column not in row]):
+def _rows(rows: Any, number: int | None, *needed: str) -> Iterator[tuple[str, Any]]:
+    for position in range(len(rows)):
+        row = rows[position]
+        if position == 0 and (missing := [column for column in needed if column not in row]):
             raise UsageError(f"the dataset has no column {missing[0]!r}. Known: {', '.join(row)}")
-        yield f"row {number}" + (f" of partition {name}" if name else ""), row
+        yield f"row {position}" + ("" if number is None else f" of partition {number}"), row
 
 
 def _array(value: Any, channels: int | None, image_size: int | None) -> NDArray[Any]:
@@ -180,7 +205,17 @@ def _numbered(labels: list[Any], rows: Any, column: str) -> tuple[tuple[str, ...
         positions = {name: number for number, name in enumerate(names)}
         return tuple(names), np.array([positions[label] for label in labels], np.int64)
     try:
-        numbers = np.array([int(label) for label in labels], np.int64)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"column {column!r}: labels are neither names nor whole numbers ({error})") from error
+        numbers = np.array([_whole(label) for label in labels], np.int64)
+    except (TypeError, ValueError, OverflowError) as error:  # int() of a list, of NaN, of infinity
+        raise DataError(
+            f"column {column!r}: labels are neither names nor whole numbers ({error}). Set label_column to one that "
+            "holds classes, or make them names or whole numbers"
+        ) from error
     return tuple(names or map(str, range(int(numbers.max()) + 1))), numbers
+
+
+def _whole(label: Any) -> int:
+    """int() alone would cut 0.7 down to 0."""
+    if int(label) != label:
+        raise ValueError(f"found {label}")
+    return int(label)

@@ -24,4 +24,4 @@ def remember(delta: Tensor, sent: Sparse, weight: float, mode: Compensation) -> 
     """h = Δ − what was sent."""
     if mode == "none":
         return None
-    return sent.fill(delta * weight if mode == "rescaled" else delta.clone(), 0)
+    return sent.set_in(delta * weight if mode == "rescaled" else delta.clone(), 0)

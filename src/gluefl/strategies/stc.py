@@ -57,7 +57,7 @@ class STC:
             total += state.residual
         update = Sparse.where(self._top(total, state.space, round), total)
         if state.residual is not None:
-            state = replace(state, residual=update.fill(total.clone(), 0))
+            state = replace(state, residual=update.set_in(total.clone(), 0))
         return state, update
 
     def _top(self, vector: Tensor, space: Space, round: int) -> Tensor:

@@ -20,6 +20,7 @@ from gluefl.config import Config, to_toml
 from gluefl.errors import GlueFLError, UsageError
 
 POLL_S = 0.2
+HALF = ".half-"  # before the name of a run that is being copied
 FAILED = "failed.txt"  # in the folder of a run that diverged: its last words
 
 
@@ -140,6 +141,7 @@ class _Running:
 
 
 def _start(run: Planned, device: str, core: str, progress: "_Progress") -> _Running:
+    (run.folder / FAILED).unlink(missing_ok=True)  # of another configuration
     words = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed when the run has ended
     process = subprocess.Popen(
         [sys.executable, "-m", "gluefl.studies.worker", str(run.folder), device, core],
@@ -171,13 +173,13 @@ def _copy_done(runs: Sequence[Planned], folder: Path) -> None:
     done: dict[str, Path] = {}
     for summary in sorted(folder.rglob("summary.json")):
         config = summary.with_name("config.toml")
-        if config.exists():
+        if config.exists() and not summary.parent.name.startswith(HALF):
             done.setdefault(config.read_text(encoding="utf-8"), summary.parent)
     for run in runs:
         found = done.get(to_toml(run.config))
         if found is not None and not run.folder.exists():
             # Under its own name only when it is whole.
-            half = run.folder.with_name(f".{run.folder.name}")
+            half = run.folder.with_name(f"{HALF}{run.folder.name}")
             shutil.rmtree(half, ignore_errors=True)
             shutil.copytree(found, half, ignore=shutil.ignore_patterns("checkpoint"))
             half.rename(run.folder)

@@ -1,7 +1,9 @@
 """Which trainer a model gets."""
 
+import copy
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gluefl.errors import UsageError
 from gluefl.layout import Layout
@@ -22,13 +24,15 @@ def choose(
     """A trainer by its name, or the one that measured fastest for this kind of model (docs/performance.md)."""
     if name not in TRAINERS:
         raise UsageError(f"training.trainer = '{name}' is unknown; there are {', '.join(TRAINERS)}.")
+    random, chain = is_random(module, population), is_chain(module, population)
+    stackable = not random and bool(getattr(module, "stackable", True))
     if name == "auto":
-        name = _best(module, device)
-    if name == "stacked" and not stackable(module):
+        name = _best(module, device, random, chain, stackable)
+    if name == "stacked" and not stackable:
         raise UsageError(f"{type(module).__name__} cannot be stacked: train it with training.trainer = 'loop'.")
-    if name == "workers" and (device.type != "cpu" or is_random(module)):
+    if name == "workers" and (device.type != "cpu" or random):
         raise UsageError("training.trainer = 'workers' is for CPU cores and models without dropout: use 'loop'.")
-    if name == "dense" and (device.type != "cpu" or dense_layers(module) is None):
+    if name == "dense" and (device.type != "cpu" or not chain):
         raise UsageError("training.trainer = 'dense' is for chains of Linear and ReLU on a CPU: use 'workers'.")
     if name == "dense":
         return Dense(module, layout, population.transform, loss)
@@ -39,20 +43,36 @@ def choose(
     return Loop(module, layout, population.transform, loss)
 
 
-def stackable(module: nn.Module) -> bool:
-    """Whether vmap can train it: no randomness in the forward pass, and no word of its own against it."""
-    return not is_random(module) and bool(getattr(module, "stackable", True))
+def is_chain(module: nn.Module, population: Population) -> bool:
+    """Whether `dense` computes what the module does: it gives every sample as one row."""
+    layers = dense_layers(module)
+    return layers is not None and (isinstance(layers[0][1], nn.Flatten) or len(population.shape) == 1)
 
 
-def is_random(module: nn.Module) -> bool:
-    """Whether its forward pass draws random numbers, from a generator that threads would share."""
-    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
+def is_random(module: nn.Module, population: Population) -> bool:
+    """Whether its forward pass draws random numbers, from a generator that threads would share. One is made, on a
+    copy and two samples: dropout may be a module, an option of a layer, or a function in the middle of a pass."""
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules()):
+        return True
+    device = next(module.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        before = _generators(device)
+        try:
+            copy.deepcopy(module).train()(population.transform(population.train(0).inputs[:2].to(device)))
+        except Exception:
+            return False  # what is wrong with the model or its data is said when it is trained
+        return not all(torch.equal(a, b) for a, b in zip(before, _generators(device)))
 
 
-def _best(module: nn.Module, device: torch.device) -> str:
-    if is_random(module):
+def _generators(device: torch.device) -> list[Tensor]:
+    states = [torch.random.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _best(module: nn.Module, device: torch.device, random: bool, chain: bool, stackable: bool) -> str:
+    if random:
         return "loop"
     if device.type != "cpu":
-        return "stacked" if stackable(module) else "loop"
+        return "stacked" if stackable else "loop"
     small = sum(parameter.numel() for parameter in module.parameters()) <= DENSE_LIMIT
-    return "dense" if small and dense_layers(module) is not None else "workers"
+    return "dense" if small and chain else "workers"

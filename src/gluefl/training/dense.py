@@ -13,25 +13,41 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from gluefl.cores import available
 from gluefl.layout import Layout, split
 from gluefl.training import Job, LocalSGD, Loss, Outcome
-from gluefl.training.workers import cores
 
 CHUNK = 10  # clients in one product: more fall out of the cache (docs/performance.md)
 
 
 def dense_layers(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """The layers of a chain of Flatten, Linear and ReLU by name; None for any other module."""
-    if not isinstance(module, nn.Sequential):
+    """The layers of a chain of Linear and ReLU, perhaps flattened first, by name; None for any other module."""
+    layers = _chain(module)
+    if layers is None:
+        return None
+    matrices = [layer for _, layer in layers if isinstance(layer, nn.Linear)]
+    shared = len({id(layer) for layer in matrices}) < len(matrices)
+    frozen = any(not parameter.requires_grad for parameter in module.parameters())
+    flattens_late = any(isinstance(layer, nn.Flatten) for _, layer in layers[1:])
+    return layers if matrices and not (shared or frozen or flattens_late) else None
+
+
+def _chain(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return None
+    if type(module) in (nn.Linear, nn.ReLU, nn.Identity):
+        return [("", module)]
+    if isinstance(module, nn.Flatten):
+        return [("", module)] if (type(module), module.start_dim, module.end_dim) == (nn.Flatten, 1, -1) else None
+    if type(module) is not nn.Sequential:
         return None
     layers: list[tuple[str, nn.Module]] = []
-    for name, child in module.named_children():
-        inner = dense_layers(child) if isinstance(child, nn.Sequential) else [("", child)]
+    for name, child in module._modules.items():  # `named_children` leaves out a module that comes twice
+        inner = None if child is None else _chain(child)
         if inner is None:
             return None
         layers += [(f"{name}.{below}" if below else name, layer) for below, layer in inner]
-    known = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, nn.Identity) for _, layer in layers)
-    return layers if known else None
+    return layers
 
 
 @dataclass
@@ -42,7 +58,7 @@ class Dense:
     layout: Layout
     transform: Callable[[Tensor], Tensor]
     loss: Loss
-    count: int = field(default_factory=cores)
+    count: int = field(default_factory=available)
     _pool: ThreadPoolExecutor | None = None
 
     def train(

@@ -50,7 +50,7 @@ class Loop:
         for batch in job.batches.to(weights.device):
             outputs = self.module(self.transform(job.samples.inputs[batch]))
             loss = self.loss(outputs, job.samples.labels[batch])
-            gradients = torch.autograd.grad(loss, parameters)
+            gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
             with torch.no_grad():
                 step = [
                     g + sgd.weight_decay * p + sgd.proximal * (p - w) for g, p, w in zip(gradients, parameters, start)

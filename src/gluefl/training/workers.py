@@ -5,7 +5,6 @@ once; weights are written into the module, never loaded through a state dict, an
 """
 
 import copy
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,13 +14,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor, nn
 
+from gluefl.cores import available
 from gluefl.layout import Layout, split
 from gluefl.training import Job, LocalSGD, Loss, Outcome
-
-
-def cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass
@@ -32,7 +27,7 @@ class Workers:
     layout: Layout
     transform: Callable[[Tensor], Tensor]
     loss: Loss
-    count: int = field(default_factory=cores)
+    count: int = field(default_factory=available)
     channels_last: bool = True
     _pool: ThreadPoolExecutor | None = None
     _benches: SimpleQueue["Bench"] = field(default_factory=SimpleQueue)
@@ -139,7 +134,7 @@ class Bench:
         for step in range(len(job.batches)):
             now = slice(step * batch, (step + 1) * batch)
             loss = loss_of(self.module(inputs[now]), labels[now])
-            gradient = torch.autograd.grad(loss, self.parameters)
+            gradient = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
             with torch.no_grad():
                 if sgd.weight_decay:
                     torch._foreach_add_(gradient, self.parameters, alpha=sgd.weight_decay)
