@@ -35,6 +35,7 @@ LAYERS = [
     {"run", "flower"},
     {"config"},
     {"lab", "tables"},
+    {"planned"},
     {"comparison", "report", "studies", "bench"},
     {"cli"},
     {"__main__"},

@@ -348,6 +348,8 @@ def test_compare_runs_every_strategy_with_every_seed(config, tmp_path) -> None:
     again = gluefl("compare", config, "--out", out, "--seeds", "1,2", "--json", "--resume")
     assert again.exit_code == 0 and again.stdout == result.stdout
     assert gluefl("compare", config, "--out", out, "--seeds", "1,2").exit_code == 2
+    both = gluefl("compare", config, "--out", tmp_path / "new", "--seeds", "1,2", "--seed", "7")
+    assert both.exit_code == 2 and "give one of them" in both.stderr and not (tmp_path / "new").exists()
     for wrong in ("-1", "3,3", "one", ","):
         assert gluefl("compare", config, "--out", tmp_path / "new", f"--seeds={wrong}").exit_code == 2
     assert not (tmp_path / "new").exists()

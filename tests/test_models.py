@@ -194,7 +194,7 @@ def test_mobilenet_head_starts_as_published() -> None:
         (lambda: models.build("shufflenet_v2_x2"), "did you mean 'shufflenet_v2_x2_0'"),
         (lambda: models.build("resnet43"), "did you mean 'resnet34'"),
         (lambda: models.build("@"), "unknown model '@'. Known models: mlp, "),
-        (lambda: models.build("resnet18", stm="3x3"), "no option 'stm'; did you mean 'stem'"),
+        (lambda: models.build("resnet18", stm="3x3"), "no option 'stm' (did you mean 'stem'?)"),
         (lambda: models.build("shufflenet_v2_x0_5", stem="3x3"), "no option 'stem'. It takes none"),
         (lambda: models.build("resnet18", stem="5x5"), "'7x7' or '3x3', found '5x5'"),
         (lambda: models.build("mobilenet_v2", dropout=1.5), "found 1.5"),

@@ -758,7 +758,7 @@ def test_a_failed_pass_leaves_no_entry(tmp_path, monkeypatch):
 def test_build_names_what_is_wrong(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="did you mean 'femnist'"):
         build("femnits")
-    with pytest.raises(UsageError, match="no option 'min_sample'; did you mean 'min_samples'"):
+    with pytest.raises(UsageError, match=r"no option 'min_sample' .did you mean 'min_samples'"):
         build("femnist", min_sample=3)
     with pytest.raises(UsageError, match="min_samples must be a int like 22, found '22'"):
         build("femnist", path=tmp_path, min_samples="22")

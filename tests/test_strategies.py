@@ -75,6 +75,28 @@ def same_positions(sparse: Sparse, mask: Tensor) -> bool:
     return torch.equal(sparse.mask(), mask)
 
 
+class Unlisted(Sparse):
+    """As on a GPU: looked up when it is needed, and never as a list."""
+
+    _listed = False
+
+
+@every_strategy
+def test_a_sparse_vector_that_is_looked_up_late_is_the_same(strategy, monkeypatch) -> None:
+    rounds = []
+    for late in (False, True):
+        if late:
+            monkeypatch.setattr(Sparse, "where", Unlisted.view)
+        rounds.append([])
+        for played in play(strategy, 9):
+            rounds[-1].append((played, Server(0.5, 0.9).step(dyadic(SPACE.size, 1), played.update)))
+    for (a, (velocity, step)), (b, (other_velocity, other_step)) in zip(*rounds):
+        assert torch.equal(a.update.mask(), b.update.mask()) and torch.equal(a.update.dense(), b.update.dense())
+        assert torch.equal(velocity, other_velocity) and torch.equal(step.dense(), other_step.dense())
+        for one, other in zip(a.uploads, b.uploads):
+            assert torch.equal(one.update.dense(), other.update.dense())
+
+
 # --- the contract -----------------------------------------------------------------------------------------
 
 

@@ -18,13 +18,14 @@ from gluefl.cli import main
 from gluefl.config import Config, to_toml
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.lab import build_sampler
+from gluefl.planned import planned
 from gluefl.studies import catalogue, pages
 from gluefl.studies.catalogue import Choice, configurations, load, names, seeds
 from gluefl.studies.conduct import conduct
 from gluefl.studies.findings import TABLES, bandwidths, main_table
 from gluefl.studies.intervals import estimate, student_t
 from gluefl.studies.measures import MEASURES, Run, common_target
-from gluefl.studies.runner import FAILED, execute, is_done, planned
+from gluefl.studies.runner import FAILED, execute, is_done
 
 TINY = ("population.clients=60", "population.test_samples=62", "population.median_samples=22", "sampling.cohort=4")
 

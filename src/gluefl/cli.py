@@ -192,7 +192,7 @@ def study(
         return
     chosen = catalogue.load(name)
     choice = catalogue.Choice(scale, population, model, rounds, sets, tuple(only.split(",")) if only else ())
-    numbers = [seed] if seed is not None else _seeds(seeds) if seeds else None
+    numbers = _seeds(seed, seeds)
     out = out or _default_out(name, resume)
     from gluefl.studies import pages
     from gluefl.studies.conduct import conduct
@@ -286,7 +286,7 @@ def _compare(
     from gluefl.report.tracking import tracker
 
     settings = variants(with_sets(raw, [*sets, *_seed(seed)]), source)
-    chosen = _seeds(seeds) if seeds else [next(iter(settings.values())).seed]
+    chosen = _seeds(seed, seeds) or [next(iter(settings.values())).seed]
     _report(comparison.execute(settings, chosen, out, device, resume, tracker=tracker(track)), as_json, out)
 
 
@@ -313,11 +313,13 @@ def _seed(seed: int | None) -> list[str]:
     return [] if seed is None else [f"seed={seed}"]
 
 
-def _seeds(text: str) -> list[int]:
+def _seeds(seed: int | None, seeds: str | None) -> list[int] | None:
+    if seed is not None and seeds is not None:
+        raise UsageError(f"--seed {seed} and --seeds {seeds}: give one of them.")
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(part) for part in seeds.split(",")] if seeds is not None else None if seed is None else [seed]
     except ValueError as error:
-        raise UsageError(f"--seeds {text}: write whole numbers with commas, for example --seeds 1,2,3.") from error
+        raise UsageError(f"--seeds {seeds}: write whole numbers with commas, for example --seeds 1,2,3.") from error
 
 
 def _default_out(name: str, resume: bool) -> Path:

@@ -1,6 +1,5 @@
 """TOML → one frozen, validated tree. All errors at once; unknown keys are refused with the nearest known one."""
 
-import difflib
 import json
 import math
 import tomllib
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from gluefl.errors import UsageError
+from gluefl.errors import UsageError, nearest
 
 Share = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -312,7 +311,7 @@ def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[
     unknown = sorted(set(compare) - set(labels))
     if unknown:
         raise UsageError(
-            f"[compare.{unknown[0]}] belongs to none of compare.strategies = {labels}{_nearest(unknown[0], labels)}."
+            f"[compare.{unknown[0]}] belongs to none of compare.strategies = {labels}{_meant(unknown[0], labels)}."
         )
     base = {key: value for key, value in raw.items() if key != "compare"}
     shared = dict(base.pop("strategy", {}))
@@ -323,7 +322,7 @@ def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[
         name = own.get("strategy", {}).get("name", label)
         if name not in STRATEGIES:
             raise UsageError(
-                f"compare: '{label}' is no strategy{_nearest(label, STRATEGIES)}; a label of your own needs "
+                f"compare: '{label}' is no strategy{_meant(label, STRATEGIES)}; a label of your own needs "
                 f'[compare.{label}.strategy] name = "…".'
             )
         fitting = {key: value for key, value in shared.items() if key in parameters_of(name)}
@@ -379,12 +378,11 @@ def _explain(item: Any) -> str:
         table: Any = Config
         for part in item["loc"][:-1]:
             table = table.model_fields[part].annotation
-        return f"{path}: unknown key{_nearest(str(item['loc'][-1]), table.model_fields)}"
+        return f"{path}: unknown key{_meant(str(item['loc'][-1]), table.model_fields)}"
     message = item["msg"].removeprefix("Value error, ")
     found = "" if isinstance(item["input"], dict) else f"; found {item['input']!r}"
     return f"{path or 'top level'}: {message[:1].lower()}{message[1:]}{found}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean '{close[0]}'?)" if close else f" (known: {', '.join(sorted(known))})"
+def _meant(name: str, known: Iterable[str]) -> str:
+    return nearest(name, known) or f" (known: {', '.join(sorted(known))})"

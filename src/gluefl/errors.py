@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """What somebody who wrote `word` may have meant, as the end of a message; nothing if nothing is close."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class GlueFLError(Exception):

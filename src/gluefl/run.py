@@ -49,10 +49,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Options:
-    """How a run is carried out; none of it changes what is computed."""
+    """How a run is carried out; what is computed stays the same, but for rounding where it says so."""
 
-    device: str = "cpu"
-    trainer: str = "auto"
+    device: str = "cpu"  # sums are rounded in another order elsewhere,
+    trainer: str = "auto"  # and by another trainer
     tf32: bool = True  # on a GPU, products of ten-bit mantissas, as PyTorch's convolutions have by default
     encode: bool = False  # encode, decode and check every message
     checkpoint_every: int = 10

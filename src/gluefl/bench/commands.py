@@ -8,7 +8,7 @@ import click
 
 @click.group()
 def bench() -> None:
-    """Benchmarks: each compares within one run and prints ratios."""
+    """Benchmarks: each compares within one run and prints ratios; `profile` says where a round's time goes."""
 
 
 @bench.command("cohort")

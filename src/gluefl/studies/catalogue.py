@@ -1,6 +1,5 @@
 """What a study is: its file, and the configurations of its runs at either scale."""
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gluefl.config import Config, merged, variants, with_sets
-from gluefl.errors import UsageError
+from gluefl.errors import UsageError, nearest
 
 Scale = Literal["small", "paper"]
 SHARED = "settings"
@@ -61,9 +60,7 @@ def names() -> list[str]:
 def load(name: str) -> Study:
     """A study by its name."""
     if name not in names():
-        close = difflib.get_close_matches(name, names(), n=1)
-        hint = f" (did you mean '{close[0]}'?)" if close else ""
-        raise UsageError(f"there is no study '{name}'{hint}; there are {', '.join(names())}.")
+        raise UsageError(f"there is no study '{name}'{nearest(name, names())}; there are {', '.join(names())}.")
     try:
         return Study.model_validate({"name": name, **_file(name)})
     except ValidationError as error:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gluefl.planned import planned
 from gluefl.studies.catalogue import Choice, Study, configurations, seeds
 from gluefl.studies.findings import Grid, findings
 from gluefl.studies.measures import Run
-from gluefl.studies.runner import execute, planned
+from gluefl.studies.runner import execute
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import numpy as np
 from gluefl import journal
 from gluefl.config import Config
 from gluefl.journal import Line
-from gluefl.studies.runner import FAILED, Planned
+from gluefl.planned import Planned
+from gluefl.studies.runner import FAILED
 
 Form = Literal["count", "number", "percent", "volume", "duration", "seconds", "speed"]
 FAR_BELOW = 0.6  # a run that stays below this share of the best accuracy does not set the common target

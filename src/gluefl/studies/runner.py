@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,45 +16,18 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from gluefl.config import Config, to_toml
+from gluefl.config import to_toml
 from gluefl.errors import GlueFLError, UsageError
+from gluefl.planned import Planned, check
 
 POLL_S = 0.2
 HALF = ".half-"  # before the name of a run that is being copied
 FAILED = "failed.txt"  # in the folder of a run that diverged: its last words
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A run to be made."""
-
-    label: str
-    seed: int
-    folder: Path
-    config: Config
-
-    @property
-    def name(self) -> str:
-        """As people read it."""
-        return f"{self.label}, seed {self.seed}"
-
-
-def planned(variants: Mapping[str, Config], seeds: Sequence[int], out: Path) -> list[Planned]:
-    """Every variant with every seed, into `out/<label>-<seed>/`."""
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise UsageError(f"seeds {', '.join(map(str, seeds))}: each must be a whole number from 0 up, and different.")
-    return [
-        Planned(label, seed, out / f"{label}-{seed}", config.model_copy(update={"seed": seed}))
-        for seed in seeds
-        for label, config in variants.items()
-    ]
-
-
 def is_done(run: Planned) -> bool:
     """Whether a run of exactly this configuration is over: finished, or diverged as it would again."""
-    config = run.folder / "config.toml"
-    ended = (run.folder / "summary.json").exists() or (run.folder / FAILED).exists()
-    return ended and config.exists() and config.read_text(encoding="utf-8") == to_toml(run.config)
+    return run.is_this() and ((run.folder / "summary.json").exists() or (run.folder / FAILED).exists())
 
 
 def execute(
@@ -65,10 +38,7 @@ def execute(
     reuse: Path | None = None,
 ) -> None:
     """Carry out what is not done yet. A run that diverges is a result; anything else that fails ends the study."""
-    taken = [run.folder for run in runs if (run.folder / "config.toml").exists()]
-    if taken and not resume:
-        raise UsageError(f"{taken[0]} holds a run already: choose another --out, or go on with it by --resume.")
-    _check(runs)
+    check(runs, resume)
     if reuse is not None:
         _copy_done(runs, reuse)
     waiting = [run for run in runs if not is_done(run)]
@@ -156,14 +126,6 @@ def _start(run: Planned, device: str, core: str, progress: "_Progress") -> _Runn
     with suppress(BrokenPipeError), process.stdin as pipe:  # it has ended already: its last words say why
         pipe.write(to_toml(run.config))
     return _Running(run, process, words, core, progress.start(run.name, run.config.rounds), time.monotonic())
-
-
-def _check(runs: Sequence[Planned]) -> None:
-    """The last of them is refused before the first is run, as far as N is known."""
-    from gluefl.lab import build_sampler
-
-    for run in runs:
-        build_sampler(run.config).check(run.config.population.clients or sys.maxsize)
 
 
 def _copy_done(runs: Sequence[Planned], folder: Path) -> None:
