@@ -10,6 +10,8 @@ import struct
 import tracemalloc
 import wave
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -671,6 +673,23 @@ def test_huggingface_a_partitioner_alone_says_who_owns_what(rng, more):
     partitioner = Partitioner([rows_of(rng, 30), rows_of(rng, 30)])
     with pytest.raises(UsageError, match=f"found {next(iter(more))} = .* beside a partitioner"):
         build("huggingface", partitioner=partitioner, **more)
+
+
+def test_huggingface_labels_and_splits_that_do_not_fit(rng):
+    class Named(list):
+        features: ClassVar = {"label": SimpleNamespace(names=["a", "b"])}
+
+    rows = [{"image": rng.random((4, 4)), "label": "ab"[i % 2], "user": i % 2} for i in range(60)]
+    options = {"owner_column": "user", "min_samples": 1}
+    assert build("huggingface", dataset=Named(rows), **options).label_names == ("a", "b")
+    with pytest.raises(DataError, match="'c' is none of its classes a, b"):
+        build("huggingface", dataset=Named([*rows, {**rows[0], "label": "c"}]), **options)
+    with pytest.raises(DataError, match="neither names nor whole numbers"):
+        build("huggingface", dataset=[*rows, {**rows[0], "label": 3}], **options)
+    with pytest.raises(UsageError, match="no splits"):
+        build("huggingface", dataset=rows, test_split="test", **options)
+    with pytest.raises(UsageError, match="test_dataset alone"):
+        build("huggingface", dataset={"train": rows, "test": rows}, test_split="test", test_dataset=rows, **options)
 
 
 def test_huggingface_by_name_names_what_to_install(monkeypatch):

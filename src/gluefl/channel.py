@@ -78,11 +78,7 @@ class Encoded:
 
     def hash(self, version: int | None, weights: Tensor, statistics: Tensor) -> bytes:
         """Computed when a version is first sent, remembered for the clients that hold it."""
-        if version is None:
-            return wire.NO_HASH
-        if version not in self.hashes:
-            self.hashes[version] = wire.replica_hash(weights, statistics)
-        return self.hashes[version]
+        return remembered_hash(self.hashes, version, weights, statistics)
 
     def send(self, header: wire.Header, body: wire.Body) -> Parcel:
         """The true bytes."""
@@ -115,6 +111,15 @@ class Encoded:
     def _expected(self, kind: int, shared: wire.Shared | None) -> wire.Expected:
         layout = self.layout
         return wire.Expected(self.run, layout.fingerprint, layout.size, layout.statistics_size, kind, shared)
+
+
+def remembered_hash(hashes: dict[int, bytes], version: int | None, weights: Tensor, statistics: Tensor) -> bytes:
+    """The hash of a version of the model, from `hashes` if it is there, and there afterwards."""
+    if version is None:
+        return wire.NO_HASH
+    if version not in hashes:
+        hashes[version] = wire.replica_hash(weights, statistics)
+    return hashes[version]
 
 
 def _on(device: torch.device, body: wire.Body, shared: wire.Shared) -> wire.Body:

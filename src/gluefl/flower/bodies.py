@@ -8,7 +8,7 @@ from flwr.app import Array
 from torch import Tensor
 
 from gluefl import wire
-from gluefl.channel import Parcel
+from gluefl.channel import Parcel, remembered_hash
 from gluefl.errors import GlueFLError
 from gluefl.flower import content
 from gluefl.flower.arrays import Table
@@ -38,11 +38,7 @@ class Bodies:
 
     def hash(self, version: int | None, weights: Tensor, statistics: Tensor) -> bytes:
         """Computed when a version is first sent, remembered for the nodes that hold it."""
-        if version is None:
-            return wire.NO_HASH
-        if version not in self.hashes:
-            self.hashes[version] = wire.replica_hash(weights, statistics)
-        return self.hashes[version]
+        return remembered_hash(self.hashes, version, weights, statistics)
 
     def send(self, header: wire.Header, body: wire.Body) -> Parcel:
         """The parcel holds the header alone; the body is in `encoded`."""

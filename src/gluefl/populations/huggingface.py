@@ -47,6 +47,8 @@ def load(
     are the values of `owner_column`, or are made by `partition`; with a partitioner, its partitions.
     """
     _check_who_owns(dataset, partitioner, owner_column, partition)
+    if test_split is not None and (partitioner is not None or test_dataset is not None):
+        raise UsageError("population 'huggingface': test_split is of a dataset with splits; give test_dataset alone")
     if channels is not None:
         files.check_channels(channels)
     parts: list[tuple[int | None, Any]]  # with the number of a partition
@@ -166,8 +168,9 @@ def _opened(dataset: Any, split: str, test_split: str | None, test: Any) -> tupl
         for name in filter(None, (split, test_split)):
             if name not in dataset:
                 raise UsageError(f"the dataset has no split {name!r}. Known: {', '.join(dataset)}")
-        test = dataset[test_split] if test is None and test_split else test
-        dataset = dataset[split]
+        return dataset[split], dataset[test_split] if test_split else test
+    if test_split is not None:
+        raise UsageError(f"the dataset has no splits, so no {test_split!r}: give its test set as test_dataset")
     return dataset, test
 
 
@@ -200,9 +203,11 @@ def _numbered(labels: list[Any], rows: Any, column: str) -> tuple[tuple[str, ...
     """Names and numbers of the labels: as the dataset names them, otherwise as they occur."""
     features = getattr(rows, "features", None) or {}
     names = getattr(features.get(column), "names", None)
-    if isinstance(labels[0], str):
+    if all(isinstance(label, str) for label in labels):
         names = names or sorted(set(labels))
         positions = {name: number for number, name in enumerate(names)}
+        if unknown := set(labels) - positions.keys():
+            raise DataError(f"column {column!r}: {sorted(unknown)[0]!r} is none of its classes {', '.join(names)}")
         return tuple(names), np.array([positions[label] for label in labels], np.int64)
     try:
         numbers = np.array([_whole(label) for label in labels], np.int64)
