@@ -135,7 +135,8 @@ def test_a_study_from_start_to_end_resumed_and_skipped(tmp_path) -> None:
 
 def test_studies_share_the_runs_that_are_the_same(tmp_path) -> None:
     study, choice = load("figure10"), tiny(only=("I-10",))
-    conduct(study, choice, tmp_path / "figure10", [1])
+    tmp_path = tmp_path / "studies"  # the first of several studies makes it
+    conduct(study, choice, tmp_path / "figure10", [1], reuse=tmp_path)
     shared = tmp_path / "figure10" / "I-10-1"
     (shared / "checkpoint").mkdir()  # as a single run leaves one
     other = tiny(only=("none", "REC"))
