@@ -6,6 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -25,4 +27,5 @@ def beside(function: Callable[..., T], *arguments: Any) -> "Future[T]":
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(available(), thread_name_prefix="gluefl")
+    # Whoever works here has one core: torch must not start threads of its own for it.
+    return ThreadPoolExecutor(available(), "gluefl", initializer=torch.set_num_threads, initargs=(1,))

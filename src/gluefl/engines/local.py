@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from gluefl.cores import beside
 from gluefl.errors import DataError
 from gluefl.populations import Population, Samples
 from gluefl.populations.shelf import Shelf
@@ -30,12 +32,23 @@ class LocalEngine:
         self, weights: Tensor, statistics: Tensor, clients: Sequence[int], round: int, frozen: Tensor | None
     ) -> Iterator[Outcome]:
         """One outcome per client."""
+        if self.device.type != "cpu":
+            self._fetch(clients)
         jobs = [self._job(client, round) for client in clients]
         yield from self.trainer.train(weights, statistics, jobs, self.sgd, self.sgd.rate(round), frozen)
 
     def work(self, client: int) -> int:
         """Samples that pass through the model: steps times batch."""
         return self.sgd.steps_for(self.population.size(client)) * self.sgd.batch
+
+    def _fetch(self, clients: Sequence[int]) -> None:
+        """Bring what is not on the GPU there. To make or to read it takes longer than to train: on all cores."""
+        new = [client for client in clients if client not in self.near]
+        for client, samples in [(client, beside(self.population.train, client)) for client in new]:
+            self.near.get(client, partial(self._moved, samples.result()))
+
+    def _moved(self, samples: Samples) -> Samples:
+        return Samples(samples.inputs.to(self.device), samples.labels.to(self.device))
 
     def _job(self, client: int, round: int) -> Job:
         samples = self._samples(client)
@@ -47,9 +60,4 @@ class LocalEngine:
     def _samples(self, client: int) -> Samples:
         if self.device.type == "cpu":
             return self.population.train(client)
-
-        def move() -> Samples:
-            samples = self.population.train(client)
-            return Samples(samples.inputs.to(self.device), samples.labels.to(self.device))
-
-        return self.near.get(client, move)
+        return self.near.get(client, lambda: self._moved(self.population.train(client)))

@@ -48,7 +48,7 @@ class Population(Protocol):
         ...
 
     def train(self, client: int) -> Samples:
-        """The training samples of one client."""
+        """The training samples of one client. Several threads may ask at once, each for another client."""
         ...
 
     def test(self) -> Samples:

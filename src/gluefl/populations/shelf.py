@@ -19,6 +19,9 @@ class Shelf:
     def __reduce__(self) -> tuple[type["Shelf"], tuple[int]]:
         return Shelf, (self.limit,)
 
+    def __contains__(self, key: int) -> bool:
+        return key in self.held
+
     def get(self, key: int, make: Callable[[], Samples]) -> Samples:
         """The samples kept under `key`, made if need be."""
         with self.lock:

@@ -1,0 +1,45 @@
+"""The local engine off the CPU: what it keeps near the trainer, and how it gets there."""
+
+import pytest
+import torch
+
+from gluefl.engines.local import LocalEngine
+from gluefl.populations import Samples
+from gluefl.populations.shelf import Shelf
+from gluefl.training import LocalSGD, Outcome
+from stubs import Blobs
+
+NOWHERE = torch.device("meta")  # tensors without values: as far away as a GPU
+
+
+class Counted(Blobs):
+    """Remembers who was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "asked", [])
+
+    def train(self, client: int) -> Samples:
+        self.asked.append(client)
+        return super().train(client)
+
+
+class Trainer:
+    def train(self, weights, statistics, jobs, sgd, lr, frozen):
+        for job in jobs:
+            assert job.samples.inputs.device == NOWHERE and job.samples.labels.device == NOWHERE
+            yield Outcome(job.client, weights, statistics, float(len(job.samples)))
+
+
+@pytest.mark.parametrize("room, asked_again", [(10**9, set()), (0, {3, 5, 8})])
+def test_samples_are_fetched_once_as_long_as_there_is_room(room, asked_again) -> None:
+    population = Counted()
+    engine = LocalEngine(population, Trainer(), LocalSGD(), 1, NOWHERE, Shelf(room))
+    weights = torch.zeros(3)
+    first = list(engine.train(weights, weights, [3, 5], 1, None))
+    assert [outcome.client for outcome in first] == [3, 5]
+    assert set(population.asked) == {3, 5}
+    population.asked.clear()
+    again = list(engine.train(weights, weights, [3, 5, 8], 2, None))
+    assert [outcome.loss for outcome in again] == [float(population.size(client)) for client in (3, 5, 8)]
+    assert set(population.asked) == {8} | asked_again
