@@ -1,5 +1,9 @@
 """The local engine off the CPU: what it keeps near the trainer, and how it gets there."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -29,6 +33,30 @@ class Trainer:
         for job in jobs:
             assert job.samples.inputs.device == NOWHERE and job.samples.labels.device == NOWHERE
             yield Outcome(job.client, weights, statistics, float(len(job.samples)))
+
+
+@pytest.mark.parametrize("room", [10**9, 4000, 0])
+def test_nobody_is_asked_for_twice_in_a_round(room) -> None:
+    population = Counted()
+    engine = LocalEngine(population, Trainer(), LocalSGD(), 1, NOWHERE, Shelf(room))
+    list(engine.train(torch.zeros(3), torch.zeros(3), range(20), 1, None))
+    assert sorted(population.asked) == list(range(20))
+
+
+def test_threads_of_our_own_leave_the_others_theirs() -> None:
+    program = """
+import threading, torch
+from gluefl.cores import beside, quiet_pool
+before = torch.get_num_threads()
+inside = [quiet_pool(2).submit(torch.get_num_threads).result(), beside(torch.get_num_threads).result()]
+later = []
+thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+thread.start(), thread.join()
+print(before, inside, later, torch.get_num_threads())
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() in ("2 [1, 1] [2] 2", "2 [1, 2] [2] 2")  # on one core nothing is beside
 
 
 @pytest.mark.parametrize("room, asked_again", [(10**9, set()), (0, {3, 5, 8})])

@@ -266,6 +266,16 @@ def test_a_run_that_was_given_more_rounds_is_not_done_before_they_are_played(tmp
     }  # fmt: skip
 
 
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=4)
+    state = tmp_path / "run" / "checkpoint" / "state.json"
+    state.write_text(state.read_text()[:50])
+    before = snapshot(tmp_path)
+    with pytest.raises(GlueFLError, match="damaged"):
+        small_run(out=tmp_path / "run", resume=True)
+    assert snapshot(tmp_path) == before
+
+
 def test_resuming_what_is_done_plays_no_round(undisturbed, tmp_path) -> None:
     small_run(out=tmp_path / "run")
     rounds = []

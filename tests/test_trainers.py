@@ -216,6 +216,18 @@ def with_a_shared_layer():
     )
 
 
+def with_tied_weights():
+    module = torch.nn.Sequential(
+        torch.nn.Flatten(),
+        torch.nn.Linear(784, 9),
+        torch.nn.Linear(9, 9),
+        torch.nn.Linear(9, 9),
+        torch.nn.Linear(9, 10),
+    )
+    module[3].weight = module[2].weight
+    return module
+
+
 class Doubled(torch.nn.Sequential):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -234,7 +246,9 @@ def with_an_unused_layer():
         (with_a_frozen_layer, Workers),
         (with_a_hook, Workers),
         (with_a_shared_layer, Workers),
+        (with_tied_weights, Workers),
         (with_an_unused_layer, Workers),
+        (lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.ReLU(), torch.nn.Linear(784, 10)), Dense),
         (lambda: Doubled(torch.nn.Flatten(), torch.nn.Linear(784, 10)), Workers),
         (lambda: torch.nn.Sequential(torch.nn.Linear(28, 3), torch.nn.Flatten(), torch.nn.Linear(84, 10)), Workers),
         (lambda: torch.nn.Sequential(torch.nn.Flatten(1, 2), torch.nn.Flatten(), torch.nn.Linear(784, 10)), Workers),
@@ -252,6 +266,31 @@ def test_the_chosen_trainer_gives_what_the_loop_gives_for_modules_with_a_catch(m
     for a, b in zip(expected, sorted(chosen.train(*arguments), key=lambda outcome: outcome.client)):
         assert a.delta.any()
         torch.testing.assert_close(b.delta, a.delta, rtol=1e-9, atol=1e-14)
+
+
+class Vectors(Population):
+    shape = (5,)
+    train = staticmethod(lambda client: Samples(torch.zeros(1, 5), torch.zeros(1, dtype=torch.long)))
+
+
+def test_a_single_layer_is_a_model_too():
+    module = torch.nn.Linear(5, 10)
+    layout = Layout.of(module)
+    trainer = choose("auto", module, layout, Vectors, cross_entropy, CPU)
+    rng = np.random.default_rng(0)
+    samples = Samples(torch.from_numpy(rng.standard_normal((20, 5), np.float32)), torch.arange(20) % 10)
+    arguments = (*layout.flatten(module), [Job(0, samples, PLAIN.batches(rng, 20))], PLAIN, 0.01, None)
+    expected, found = (
+        next(iter(some.train(*arguments))) for some in (Loop(module, layout, lambda x: x, cross_entropy), trainer)
+    )
+    torch.testing.assert_close(found.delta, expected.delta)
+
+
+def test_one_sample_is_enough_to_see_that_a_model_is_random():
+    module = torch.nn.Sequential(
+        torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.RReLU(), torch.nn.Linear(8, 10)
+    )
+    assert type(choose("auto", module, Layout.of(module), Vectors, cross_entropy, CPU)) is Loop
 
 
 def test_dropout_is_trained_by_the_loop_and_depends_on_the_job_alone():

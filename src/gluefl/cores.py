@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from threading import Barrier
 from typing import Any, TypeVar
 
 import torch
@@ -27,5 +28,22 @@ def beside(function: Callable[..., T], *arguments: Any) -> "Future[T]":
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    # Whoever works here has one core: torch must not start threads of its own for it.
-    return ThreadPoolExecutor(available(), "gluefl", initializer=torch.set_num_threads, initargs=(1,))
+    return quiet_pool(available())
+
+
+def quiet_pool(count: int) -> ThreadPoolExecutor:
+    """Threads with a core each, in which torch starts none of its own. Its number of threads is one of a thread's own,
+    but a thread that is new takes the last one anybody set: so all start here, and then the caller's is set again."""
+    own, started = torch.get_num_threads(), Barrier(count + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # takes the last number, so that it is not taken at the first use
+        torch.set_num_threads(1)
+        started.wait(timeout=60)
+
+    pool = ThreadPoolExecutor(count, "gluefl", initializer=start)
+    for _ in range(count):
+        pool.submit(int)
+    started.wait(timeout=60)
+    torch.set_num_threads(own)
+    return pool

@@ -28,7 +28,7 @@ class Journal:
     def sync(self) -> None:
         """Let what was written outlast a power failure too."""
         if self.path is not None and self.path.exists():
-            with open(self.path, "rb") as file:
+            with open(self.path, "ab") as file:
                 os.fsync(file.fileno())
 
     def cut(self, rounds: int) -> None:

@@ -242,11 +242,11 @@ def _open(folder: Path, description: str, resume: bool, fresh: State, journal: J
     folder.mkdir(parents=True, exist_ok=True)
     if config.exists():
         _same(config.read_text(encoding="utf-8"), description, folder)
-    config.write_text(description, encoding="utf-8")
-    (folder / "summary.json").unlink(missing_ok=True)  # it is of the rounds that were done before
     state = fresh
     if checkpoint.exists(folder / "checkpoint"):
         state = checkpoint.load(folder / "checkpoint", fresh, residuals)
+    (folder / "summary.json").unlink(missing_ok=True)  # it is of the rounds that were done before
+    config.write_text(description, encoding="utf-8")
     journal.cut(state.round)
     return state
 

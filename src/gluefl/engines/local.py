@@ -1,6 +1,7 @@
 """Training on this machine: on its CPU cores or on one GPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -32,32 +33,27 @@ class LocalEngine:
         self, weights: Tensor, statistics: Tensor, clients: Sequence[int], round: int, frozen: Tensor | None
     ) -> Iterator[Outcome]:
         """One outcome per client."""
-        if self.device.type != "cpu":
-            self._fetch(clients)
-        jobs = [self._job(client, round) for client in clients]
+        samples = self._samples(clients)
+        jobs = [self._job(client, round, samples[client]) for client in clients]
         yield from self.trainer.train(weights, statistics, jobs, self.sgd, self.sgd.rate(round), frozen)
 
     def work(self, client: int) -> int:
         """Samples that pass through the model: steps times batch."""
         return self.sgd.steps_for(self.population.size(client)) * self.sgd.batch
 
-    def _fetch(self, clients: Sequence[int]) -> None:
-        """Bring what is not on the GPU there. To make or to read it takes longer than to train: on all cores."""
-        new = [client for client in clients if client not in self.near]
-        for client, samples in [(client, beside(self.population.train, client)) for client in new]:
-            self.near.get(client, partial(self._moved, samples.result()))
+    def _samples(self, clients: Sequence[int]) -> dict[int, Samples]:
+        """What the clients train on. Off the CPU it is brought there, made on all cores, and kept for the next time."""
+        if self.device.type == "cpu":
+            return {client: self.population.train(client) for client in clients}
+        new = {client: beside(self.population.train, client) for client in clients if client not in self.near}
+        return {client: self.near.get(client, partial(self._moved, new, client)) for client in clients}
 
-    def _moved(self, samples: Samples) -> Samples:
+    def _moved(self, new: Mapping[int, "Future[Samples]"], client: int) -> Samples:
+        samples = new[client].result() if client in new else self.population.train(client)
         return Samples(samples.inputs.to(self.device), samples.labels.to(self.device))
 
-    def _job(self, client: int, round: int) -> Job:
-        samples = self._samples(client)
+    def _job(self, client: int, round: int, samples: Samples) -> Job:
         if not len(samples):
             raise DataError(f"client {client} has no samples to train on: leave it out of the population.")
         rng = stream(self.seed, "batches", round, client)
         return Job(client, samples, self.sgd.batches(rng, len(samples)), seed=int(rng.integers(2**31)))
-
-    def _samples(self, client: int) -> Samples:
-        if self.device.type == "cpu":
-            return self.population.train(client)
-        return self.near.get(client, lambda: self._moved(self.population.train(client)))

@@ -119,7 +119,8 @@ def find(folders: Iterable[Path]) -> list[Path]:
         if not folder.is_dir():
             raise UsageError(f"{folder} is no folder: give a run folder or a folder of run folders.")
         here = {path.parent for name in ("journal.jsonl", "config.toml") for path in folder.rglob(name)}
-        found |= {path.resolve(): path for path in sorted(here)}
+        # A hidden one is a copy that was interrupted.
+        found |= {path.resolve(): path for path in sorted(here) if not path.name.startswith(".")}
     return list(found.values())
 
 

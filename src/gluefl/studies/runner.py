@@ -130,7 +130,7 @@ def _start(run: Planned, device: str, core: str, progress: "_Progress") -> _Runn
 
 def _copy_done(runs: Sequence[Planned], folder: Path) -> None:
     """Copy runs of the same configuration that are done below a folder: most figures of the paper share one run."""
-    if not folder.is_dir() and not any(folder in run.folder.parents for run in runs):
+    if not folder.is_dir() and not all(folder.resolve() in run.folder.resolve().parents for run in runs):
         raise UsageError(f"--reuse {folder}: there is no such folder.")
     done: dict[str, Path] = {}
     for summary in sorted(folder.rglob("summary.json")):

@@ -56,9 +56,11 @@ def is_random(module: nn.Module, population: Population) -> bool:
         return True
     device = next(module.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        before = _generators(device)
         try:
-            copy.deepcopy(module).train()(population.transform(population.train(0).inputs[:2].to(device)))
+            inputs = population.train(0).inputs
+            two = population.transform(inputs[torch.arange(2) % len(inputs)].to(device))
+            before = _generators(device)  # what the transform draws is not the model's
+            copy.deepcopy(module).train()(two)
         except Exception:
             return False  # what is wrong with the model or its data is said when it is trained
         return not all(torch.equal(a, b) for a, b in zip(before, _generators(device)))

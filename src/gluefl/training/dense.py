@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from gluefl.cores import available
+from gluefl.cores import available, quiet_pool
 from gluefl.layout import Layout, split
 from gluefl.training import Job, LocalSGD, Loss, Outcome
 
@@ -22,11 +22,12 @@ CHUNK = 10  # clients in one product: more fall out of the cache (docs/performan
 
 def dense_layers(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     """The layers of a chain of Linear and ReLU, perhaps flattened first, by name; None for any other module."""
-    layers = _chain(module)
+    layers = _chain(module) if isinstance(module, nn.Sequential) else None
     if layers is None:
         return None
     matrices = [layer for _, layer in layers if isinstance(layer, nn.Linear)]
-    shared = len({id(layer) for layer in matrices}) < len(matrices)
+    tensors = [tensor for layer in matrices for tensor in layer.parameters()]
+    shared = len({id(tensor) for tensor in tensors}) < len(tensors)
     frozen = any(not parameter.requires_grad for parameter in module.parameters())
     flattens_late = any(isinstance(layer, nn.Flatten) for _, layer in layers[1:])
     return layers if matrices and not (shared or frozen or flattens_late) else None
@@ -66,7 +67,7 @@ class Dense:
     ) -> Iterator[Outcome]:
         """Clients with the same number of steps go together."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.count, initializer=torch.set_num_threads, initargs=(1,))
+            self._pool = quiet_pool(self.count)
         by_steps = defaultdict[int, list[Job]](list)
         for job in jobs:
             by_steps[len(job.batches)].append(job)
@@ -150,7 +151,7 @@ class _Stack:
     def backward(self, activations: list[Tensor], error: Tensor, momentum: float) -> None:
         """velocity ← momentum · velocity + gradient, from the derivative of the loss by the outputs."""
         first = next(i for i, (_, layer) in enumerate(self.layers) if isinstance(layer, nn.Linear))
-        for i in reversed(range(len(self.layers))):
+        for i in reversed(range(first, len(self.layers))):
             name, layer = self.layers[i]
             if isinstance(layer, nn.ReLU):
                 error = error.mul_(activations[i + 1] > 0)

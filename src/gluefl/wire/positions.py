@@ -20,7 +20,7 @@ CODECS = ("nothing", "everything", "bitmap", "bitmap+zstd", "gaps+zstd", "gaps o
 
 ZSTD_LEVEL = 1
 SPARSE = 1 / 8  # below this density (or above its complement) gaps are tried beside the bitmap
-VERY_SPARSE = 1 / 16  # and below this one the bitmap is not tried: it was the longer one in every message we looked at
+VERY_SPARSE = 1 / 16  # and below this one the bitmap is not tried: only if positions crowd together is it shorter
 LONG = 4096  # positions; a shorter bitmap may be shorter than the frame around the gaps
 LONGEST_VARINT = 5  # bytes, for gaps below 2^32
 GATHER_BITS = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, in order, in the highest byte
