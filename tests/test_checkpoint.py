@@ -1,6 +1,7 @@
 """A state that is saved and loaded is the same state, whatever the strategy keeps."""
 
 import dataclasses
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -83,3 +84,10 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path) -> None:
     (tmp_path / "state.json").write_text(json.dumps(saved | {"version": 99}))
     with pytest.raises(GlueFLError, match="version 99"):
         checkpoint.load(tmp_path, fresh, f.residuals)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_is_an_error_of_the_system() -> None:
+    with pytest.raises(OSError) as error:
+        checkpoint.write_tensors(Path("/dev/full"), {"a": torch.zeros(9)})
+    assert error.value.errno == errno.ENOSPC

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from gluefl import checkpoint, wire
@@ -144,7 +144,7 @@ def train(
         summary["client_accuracy"] = _percentiles(evaluator, state, population, client_percentiles, seed)
     named = layout.state_dict(module, state.weights, state.statistics)
     if folder is not None:
-        save_file(named, folder / "model.safetensors")
+        checkpoint.write_tensors(folder / "model.safetensors", named)
         whole = folder / "summary.json.tmp"  # a summary is there in full, or not at all: it says that a run is done
         whole.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         whole.replace(folder / "summary.json")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from gluefl.checkpoint import write_tensors
 from gluefl.errors import WireError
 from gluefl.flower.arrays import Table
 from gluefl.replica import Replica
@@ -77,7 +77,7 @@ class Device:
 
 def _save(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
     temporary = path.with_suffix(".tmp")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, notes)
+    write_tensors(temporary, {name: tensor.contiguous() for name, tensor in tensors.items()}, notes)
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
