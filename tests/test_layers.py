@@ -68,6 +68,14 @@ def hooked() -> nn.Module:
 
 TAKEN = {
     "every kind": every_kind,
+    "a product used twice": lambda: Forward(
+        lambda s, x: s.out(s.fc(s.fc(x.flatten(1)).relu())), fc=nn.Linear(64, 64), out=nn.Linear(64, 5)
+    ),
+    "convolutions used twice": lambda: Forward(
+        lambda s, x: s.out(s.pixel(s.conv(s.pixel(s.conv(s.first(x))).relu())).mean((2, 3))),
+        first=nn.Conv2d(1, 20, 3), conv=nn.Conv2d(20, 20, 3, padding=1), pixel=nn.Conv2d(20, 20, 1),
+        out=nn.Linear(20, 5),
+    ),
     "normalised twice": lambda: Forward(
         lambda s, x: s.fc(s.bn(s.bn(x.flatten(1)).relu())), bn=nn.BatchNorm1d(64), fc=nn.Linear(64, 5)
     ),
@@ -150,3 +158,48 @@ def test_a_result_does_not_depend_on_who_else_is_in_the_stack() -> None:
         torch.testing.assert_close(
             a, b, rtol=1e-4 if DEVICE.type == "cuda" else 0, atol=1e-6 if DEVICE.type == "cuda" else 0
         )
+
+
+@pytest.fixture
+def tf32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("inputs, outputs, kernel, stride, padding", [(20, 35, 3, 2, 0), (32, 16, 3, 1, 1)])
+def test_halves_have_the_precision_of_tf32_whatever_the_size_of_the_numbers(
+    inputs, outputs, kernel, stride, padding, tf32
+) -> None:
+    from gluefl.training.kernels.convolve import Convolve
+
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(3, 2, 7, 8, inputs, generator=draw).to(DEVICE).requires_grad_()
+    weight = torch.randn(3, kernel, kernel, outputs, inputs, generator=draw).to(DEVICE).requires_grad_()
+    sizes = torch.tensor([1.0, 1e-7, 1e6], device=DEVICE)[:, None, None, None, None]  # of three clients
+    y = Convolve.apply(x * sizes, weight / sizes, stride, padding, 1)
+    upstream = torch.randn(y.shape, generator=draw).to(DEVICE) * sizes
+    found = (y, *torch.autograd.grad((y * upstream).sum(), (x, weight)))
+    exact = torch.stack(
+        [
+            nn.functional.conv2d(
+                (x * sizes)[i].permute(0, 3, 1, 2).double(), (weight / sizes)[i].permute(2, 3, 0, 1).double(),
+                stride=stride, padding=padding,
+            ).permute(0, 2, 3, 1)
+            for i in range(3)
+        ]
+    )  # fmt: skip
+    expected = (exact, *torch.autograd.grad((exact * upstream).sum(), (x, weight)))
+    for a, b in zip(found, expected):
+        for client in range(3):
+            assert torch.linalg.norm(a[client] - b[client]) < 1e-3 * torch.linalg.norm(b[client])
+
+
+def test_what_is_not_a_number_stays_none() -> None:
+    from gluefl.training.kernels.halve import halve
+
+    values = torch.tensor([[1.0, 2.0, float("nan")], [float("inf"), 1.0, 0.0], [0.0, 0.0, 0.0]], device=DEVICE)
+    half, unscale = halve(values)
+    back = half.float() * unscale[:, None]
+    assert back[0].isnan().any() and back[1].isinf().any() and not back[2].any()

@@ -17,19 +17,27 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from gluefl.layout import Layout, split
 
+ALIGNED = 32  # every tensor of a stack starts at a multiple of so many numbers: products read 16 bytes at a time
+
 
 class Layer(nn.Module):
     """Has its own weights of every client put in place before a forward pass: (clients, …), views of a matrix."""
 
     clients: int
-    calls: int  # of a normalisation, since the forward pass began
+    calls: int  # since the forward pass began
     weight: Tensor
+    slot: Tensor | None  # where the gradient of the weight belongs
     bias: Tensor | None
 
     def __init__(self, original: Any) -> None:
         super().__init__()
         self._original = [original]  # in a list: its own weights are not this layer's
-        self.bias = None
+        self.bias = self.slot = None
+
+    def place(self) -> Tensor | None:
+        """Where to write the gradient of the weight: only the first call may, further ones are added to it."""
+        self.calls += 1
+        return self.slot if self.calls == 1 else None
 
     @property
     def how(self) -> Any:
@@ -48,7 +56,7 @@ class Linear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """(clients · batch, …, in) → (clients · batch, …, out)."""
         rows = x.reshape(self.clients, -1, x.shape[-1])
-        y = _product(rows, self.weight, self.bias)
+        y = _product(rows, self.weight, self.bias, self.place())
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -65,10 +73,15 @@ class Convolution(Layer):
         if how.kernel_size == (1, 1) and how.padding == (0, 0) and how.groups == 1:
             if how.stride != (1, 1):
                 x = x[:, :, :: how.stride[0], :: how.stride[1]]
-            y = _product(x.reshape(self.clients, -1, x.shape[-1]), self.weight.flatten(2), self.bias)
+            slot = self.place()
+            slot = None if slot is None else slot.flatten(2)
+            y = _product(x.reshape(self.clients, -1, x.shape[-1]), self.weight.flatten(2), self.bias, slot)
             return _picture(y.view(*x.shape[:-1], y.shape[-1]))
-        function = Convolve if _by_tap(how) else Depthwise
-        y = function.apply(x, self.weight, how.stride[0], how.padding[0], how.dilation[0])
+        size = how.stride[0], how.padding[0], how.dilation[0]
+        if _by_tap(how):
+            y = Convolve.apply(x, self.weight, *size, self.place())
+        else:
+            y = Depthwise.apply(x, self.weight, *size)
         return _picture(y if self.bias is None else y + self.bias[:, None, None, None])
 
 
@@ -128,17 +141,24 @@ class ManyClients:
 
     def __init__(self, module: nn.Module, layers: dict[str, Layer], layout: Layout) -> None:
         self.module, self.layers, self.layout = module, layers, layout
-        places, self.shapes = [], []
+        self.starts, self.shapes, width = list[int](), list[torch.Size](), 0
+        order, back = [], torch.empty(layout.size, dtype=torch.long)
         for part in layout.weights:
             place = torch.arange(part.start, part.start + part.size).view(part.shape)
             if len(part.shape) == 4 and _by_tap(layers[part.name.rpartition(".")[0]].how):
                 place = place.permute(2, 3, 0, 1)
-            places.append(place.flatten())
+            self.starts.append(width)
             self.shapes.append(place.shape)
+            back[place.flatten()] = torch.arange(width, width + part.size)
+            order += [place.flatten(), torch.zeros(-part.size % ALIGNED, dtype=torch.long)]
+            width += part.size + len(order[-1])
         device = next(iter(layers.values())).how.weight.device
         self._raised: Tensor | None = None
-        self.order = torch.cat(places).to(device)  # the stack's weights are vector[order]
-        self.back = self.order.argsort()
+        self.order = torch.cat(order).to(device)  # the stack's weights are vector[order], with gaps that mean nothing
+        self.back = back.to(device)
+        unused = torch.ones(width, dtype=torch.bool)
+        unused[back] = False
+        self.gaps = unused.nonzero().squeeze(1).to(device)
 
     @classmethod
     def of(cls, module: nn.Module, layout: Layout) -> "ManyClients | None":
@@ -166,8 +186,8 @@ class ManyClients:
 
     def pieces(self, weights: Tensor) -> list[Tensor]:
         """The tensors in the rows of a stack, as views: (clients, …)."""
-        split_up = torch.split(weights, [shape.numel() for shape in self.shapes], dim=1)
-        return [piece.unflatten(1, shape) for piece, shape in zip(split_up, self.shapes)]
+        places = zip(self.starts, self.shapes)
+        return [weights[:, start : start + shape.numel()].unflatten(1, shape) for start, shape in places]
 
     def _count(self, statistics: Tensor) -> None:
         """Raise the counters of batches, all in one go."""
@@ -180,12 +200,15 @@ class ManyClients:
             self._raised = raised.to(statistics.device)
         statistics += self._raised.to(statistics.dtype)
 
-    def __call__(self, pieces: Sequence[Tensor], statistics: Tensor, inputs: Tensor) -> Tensor:
-        """Outputs (clients, batch, …) for inputs (clients · batch, …). The statistics are moved in place."""
+    def __call__(self, pieces: Sequence[Tensor], statistics: Tensor, inputs: Tensor, slots: Sequence[Tensor]) -> Tensor:
+        """Outputs (clients, batch, …) for inputs (clients · batch, …). The statistics are moved in place; gradients
+        of the pieces that are large are written into their slots."""
         clients = len(statistics)
-        for part, tensor in zip(self.layout.weights, pieces):
+        for part, tensor, slot in zip(self.layout.weights, pieces, slots):
             owner, _, name = part.name.rpartition(".")
             setattr(self.layers[owner], name, tensor)
+            if name == "weight":
+                self.layers[owner].slot = slot
         for name, tensor in split(self.layout.statistics, statistics):
             owner, _, buffer = name.rpartition(".")
             setattr(self.layers[owner], buffer, tensor)
@@ -195,7 +218,7 @@ class ManyClients:
         if self.layout.statistics:
             self._count(statistics)
         for layer in self.layers.values():  # what autograd needs of them it keeps itself
-            for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            for name in ("weight", "bias", "slot", "running_mean", "running_var", "num_batches_tracked"):
                 vars(layer).pop(name, None)
         return outputs.reshape(clients, -1, *outputs.shape[1:])
 
@@ -204,18 +227,19 @@ class Product(torch.autograd.Function):
     """(clients, rows, in) times (clients, out, in). Autograd's own gradient of the weights lies transposed."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, slot: Tensor | None) -> Tensor:
         """The layer."""
         ctx.save_for_backward(rows, weight)
+        ctx.slot = slot
         return torch.bmm(rows, weight.transpose(1, 2))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
         """The gradients of what it was given."""
         rows, weight = ctx.saved_tensors
         back = torch.bmm(gradient, weight) if ctx.needs_input_grad[0] else None
-        return back, torch.bmm(gradient.transpose(1, 2), rows)
+        return back, torch.bmm(gradient.transpose(1, 2), rows, out=ctx.slot), None
 
 
 def _is_ours(layer: nn.Module) -> bool:
@@ -224,8 +248,8 @@ def _is_ours(layer: nn.Module) -> bool:
     return kind is not None and plain is not None and plain(layer) and layer.training and not hooks
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = Product.apply(rows, weight)
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, slot: Tensor | None) -> Tensor:
+    product: Tensor = Product.apply(rows, weight, slot)
     return product if bias is None else product + bias.unsqueeze(1)
 
 

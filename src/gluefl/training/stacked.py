@@ -243,10 +243,14 @@ class Stacked:
         batch = _in(weights.dtype, self.transform(inputs.flatten(0, 1)))
         if batch.dim() == 4:
             batch = batch.contiguous(memory_format=torch.channels_last)
-        losses = vmap(self.loss)(self._many(pieces, after, batch), labels)
+        gradient = torch.empty_like(weights).index_fill_(1, self._many.gaps, 0)
+        slots = self._many.pieces(gradient)
+        losses = vmap(self.loss)(self._many(pieces, after, batch, slots), labels)
         # No client's loss depends on another's weights: the gradient of their sum is every client's own.
-        gradients = torch.autograd.grad(losses.sum(), pieces, materialize_grads=True)
-        return torch.cat([gradient.flatten(1) for gradient in gradients], 1), (losses.detach(), after)
+        for found, slot in zip(torch.autograd.grad(losses.sum(), pieces, materialize_grads=True), slots):
+            if found.data_ptr() != slot.data_ptr():  # the large ones are there already
+                slot.copy_(found)
+        return gradient, (losses.detach(), after)
 
     @cached_property
     def _by_vmap(self) -> Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]]:

@@ -8,8 +8,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gluefl.training.kernels.halve import halve
 from gluefl.training.kernels.shapes import PIXELS_OF, PROGRAMS, out_size
 
+Operand = tuple[Tensor, Tensor]  # a tensor, and by client what undoes its scale
 FEW_CHANNELS = 16  # below it a product over the channels of one tap would be mostly padding
 
 
@@ -24,9 +26,10 @@ def _product(a, b, total, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=PIXELS_OF)
 def _convolve_kernel(
-    x, weight, y, weight_stride, channels, out_channels, height, width, out_height, out_width, rows,
-    stride, padding, dilation, BACK: tl.constexpr, FLAT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, y, x_unscale, weight_unscale, weight_stride, channels, out_channels, height, width, out_height,
+    out_width, rows, stride, padding, dilation, HALF: tl.constexpr, BACK: tl.constexpr, FLAT: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ over taps of x (shifted) times weight (clients, taps, out, in): the columns of im2col are never written.
 
@@ -59,7 +62,10 @@ def _convolve_kernel(
             )  # fmt: skip
             total = _product(a, b, total, PRECISION)
     else:
-        for tap in range(KH * KW):
+        # One loop and not two: loads are then started ahead over the end of a tap.
+        per_tap = tl.cdiv(channels, DEPTH)
+        for step in range(KH * KW * per_tap):
+            tap, start = step // per_tap, step % per_tap * DEPTH
             ky, kx = tap // KW, tap % KW
             if BACK:
                 up, left = to_y + padding - ky * dilation, to_x + padding - kx * dilation
@@ -71,23 +77,25 @@ def _convolve_kernel(
             inside = inside & (from_y < height) & (from_x < width) & (row < rows)
             at = ((sample * height + from_y) * width + from_x).to(tl.int64) * channels
             at_weight = tap * out_channels * channels + cols * channels
-            for start in range(0, channels, DEPTH):
-                ok = start + deep < channels
-                a = tl.load(x + at[:, None] + (start + deep)[None, :], mask=inside[:, None] & ok[None, :], other=0.0)
-                b = tl.load(
-                    weight + at_weight[None, :] + (start + deep)[:, None],
-                    mask=ok[:, None] & (cols < out_channels)[None, :], other=0.0,
-                )  # fmt: skip
-                total = _product(a, b, total, PRECISION)
+            ok = start + deep < channels
+            a = tl.load(x + at[:, None] + (start + deep)[None, :], mask=inside[:, None] & ok[None, :], other=0.0)
+            b = tl.load(
+                weight + at_weight[None, :] + (start + deep)[:, None],
+                mask=ok[:, None] & (cols < out_channels)[None, :], other=0.0,
+            )  # fmt: skip
+            total = _product(a, b, total, PRECISION)
+    if HALF:
+        total = total * tl.load(x_unscale + client) * tl.load(weight_unscale + client)
     at_y = (client * rows + row)[:, None] * out_channels + cols[None, :]
     tl.store(y + at_y, total, mask=(row < rows)[:, None] & (cols < out_channels)[None, :])
 
 
 @triton.jit(do_not_specialize=[*PIXELS_OF, "blocks", "col_blocks", "rows_each"])
 def _convolve_weight_kernel(
-    x, dy, d_weight, channels, out_channels, height, width, out_height, out_width, rows, stride, padding, dilation,
-    blocks, col_blocks, rows_each, FLAT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    x, dy, d_weight, x_unscale, dy_unscale, weight_stride, channels, out_channels, height, width, out_height,
+    out_width, rows, stride, padding, dilation, blocks, col_blocks, rows_each, HALF: tl.constexpr, FLAT: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(splits, clients, taps, out, in): the product of the gradients and the shifted inputs over some pixels."""
     client, split, block = tl.program_id(2).to(tl.int64), tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -128,8 +136,10 @@ def _convolve_weight_kernel(
             at_row = ((sample * height + from_row) * width + from_col).to(tl.int64) * channels
             b = tl.load(x + at_row[:, None] + column[None, :], mask=within[:, None] & ok[None, :], other=0.0)
         total = _product(a, b, total, PRECISION)
-    row_of = (split * tl.num_programs(2) + client) * (KH * KW)
-    at_weight = ((row_of + tap)[None, :] * out_channels + outs[:, None]) * channels + column[None, :]
+    if HALF:
+        total = total * tl.load(x_unscale + client) * tl.load(dy_unscale + client)
+    d_weight += (split * tl.num_programs(2) + client) * weight_stride
+    at_weight = (tap[None, :] * out_channels + outs[:, None]) * channels + column[None, :]
     tl.store(d_weight + at_weight, total, mask=(outs < out_channels)[:, None] & ok[None, :])
 
 
@@ -137,59 +147,77 @@ class Convolve(torch.autograd.Function):
     """(clients, batch, h, w, c) with weights (clients, kh, kw, out, c)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int, slot: Tensor | None = None
+    ) -> Tensor:
         """The layer."""
-        clients, batch, height, width, _ = x.shape
+        clients, batch, height, width, channels = x.shape
         kh, kw, out = weight.shape[1:4]
         size = (out_size(height, kh, stride, padding, dilation), out_size(width, kw, stride, padding, dilation))
         y = torch.empty(clients, batch, *size, out, dtype=x.dtype, device=x.device)
-        _run_convolve(x, weight, y, stride, padding, dilation, back=False)
-        ctx.save_for_backward(x, weight)
-        ctx.how = stride, padding, dilation
+        ctx.half = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 and channels >= FEW_CHANNELS
+        ctx.how, ctx.slot = (stride, padding, dilation), slot
+        a, b = _operand(x, ctx.half), _operand(weight, ctx.half)
+        _run_convolve(a, b, y, stride, padding, dilation, back=False)
+        ctx.save_for_backward(*a, *b)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of what it was given."""
-        x, weight = ctx.saved_tensors
+        x, x_unscale, weight, weight_unscale = ctx.saved_tensors
         stride, padding, dilation = ctx.how
-        dy = dy.contiguous()
+        back = _operand(dy.contiguous(), ctx.half)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = torch.empty_like(x)
+            dx = torch.empty_like(x, dtype=dy.dtype)
             turned = weight.transpose(3, 4).contiguous()  # (clients, kh, kw, c, out)
-            _run_convolve(dy, turned, dx, stride, padding, dilation, back=True)
-        return dx, _convolve_weight(x, dy, weight.shape, stride, padding, dilation), None, None, None
+            _run_convolve(back, (turned, weight_unscale), dx, stride, padding, dilation, back=True)
+        d_weight = _convolve_weight((x, x_unscale), back, dy.dtype, weight.shape, stride, padding, dilation, ctx.slot)
+        return dx, d_weight, None, None, None, None
 
 
-def _run_convolve(x: Tensor, weight: Tensor, y: Tensor, stride: int, padding: int, dilation: int, back: bool) -> None:
-    clients, kh, kw, out, channels = weight.shape
-    rows, flat = x.shape[1] * y.shape[2] * y.shape[3], channels < FEW_CHANNELS and not back
-    shape = _tiles(rows, out, kh * kw * channels if flat else channels, x.dtype)
+def _operand(x: Tensor, half: bool) -> Operand:
+    return halve(x) if half else (x, x)  # the second is never read then
+
+
+def _run_convolve(x: Operand, weight: Operand, y: Tensor, stride: int, padding: int, dilation: int, back: bool) -> None:
+    (a, a_unscale), (b, b_unscale) = x, weight
+    clients, kh, kw, out, channels = b.shape
+    rows, flat = a.shape[1] * y.shape[2] * y.shape[3], channels < FEW_CHANNELS and not back
+    shape = _tiles(rows, out, kh * kw * channels if flat else channels, a.dtype)
     _convolve_kernel[(triton.cdiv(rows, shape["ROWS"]), triton.cdiv(out, shape["COLS"]), clients)](
-        x, weight, y, weight.stride(0), channels, out, x.shape[2], x.shape[3], y.shape[2], y.shape[3], rows,
-        stride, padding, dilation, BACK=back, FLAT=flat, KH=kh, KW=kw, **shape,
+        a, b, y, a_unscale, b_unscale, b.stride(0), channels, out, a.shape[2], a.shape[3], y.shape[2], y.shape[3], rows,
+        stride, padding, dilation, HALF=a.dtype == torch.float16, BACK=back, FLAT=flat, KH=kh, KW=kw, **shape,
     )  # fmt: skip
 
 
-def _convolve_weight(x: Tensor, dy: Tensor, shape: torch.Size, stride: int, padding: int, dilation: int) -> Tensor:
+def _convolve_weight(
+    x: Operand, dy: Operand, dtype: torch.dtype, shape: torch.Size, stride: int, padding: int, dilation: int,
+    slot: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    (a, a_unscale), (b, b_unscale) = x, dy
     clients, kh, kw, out, channels = shape
     flat = channels < FEW_CHANNELS
-    rows = dy.shape[1] * dy.shape[2] * dy.shape[3]
+    rows = b.shape[1] * b.shape[2] * b.shape[3]
     columns, taps = (kh * kw * channels, 1) if flat else (channels, kh * kw)
-    tiles = _tiles(out, columns, rows, x.dtype, turned=True)
+    tiles = _tiles(out, columns, rows, a.dtype, turned=True)
     col_blocks = triton.cdiv(columns, tiles["COLS"])
     blocks = triton.cdiv(out, tiles["ROWS"]) * col_blocks
     splits = max(1, min(PROGRAMS // (blocks * taps), triton.cdiv(rows, 8 * tiles["DEPTH"])))
     rows_each = triton.cdiv(rows, splits)
     splits = triton.cdiv(rows, rows_each)
-    parts = torch.empty(splits, clients, kh, kw, out, channels, dtype=x.dtype, device=x.device)
+    if slot is not None and splits == 1:
+        parts = slot.unsqueeze(0)
+    else:
+        parts = torch.empty(splits, clients, kh, kw, out, channels, dtype=dtype, device=a.device)
     _convolve_weight_kernel[(blocks * splits, taps, clients)](
-        x, dy, parts, channels, out, x.shape[2], x.shape[3], dy.shape[2], dy.shape[3], rows, stride, padding, dilation,
-        blocks, col_blocks, rows_each, FLAT=flat, KH=kh, KW=kw, **tiles,
+        a, b, parts, a_unscale, b_unscale, parts.stride(1), channels, out, a.shape[2], a.shape[3], b.shape[2],
+        b.shape[3], rows, stride, padding, dilation, blocks, col_blocks, rows_each, HALF=a.dtype == torch.float16,
+        FLAT=flat, KH=kh, KW=kw, **tiles,
     )  # fmt: skip
-    return parts[0] if splits == 1 else parts.sum(0)
+    return parts[0] if splits == 1 else torch.sum(parts, 0, out=slot)
 
 
 def _tiles(rows: int, cols: int, depth: int, dtype: torch.dtype, turned: bool = False) -> dict[str, Any]:
@@ -197,11 +225,16 @@ def _tiles(rows: int, cols: int, depth: int, dtype: torch.dtype, turned: bool = 
     own instructions for TF32 need; two warps make Triton take the older ones, which do not."""
     if dtype == torch.float64:
         return {"ROWS": 16, "COLS": 16, "DEPTH": 16, "ACC": tl.float64, "PRECISION": "float64"}
+    half, tall, wide = dtype == torch.float16, triton.next_power_of_2(rows), triton.next_power_of_2(cols)
+    if half:
+        tiles = {"ROWS": min(128, max(16, tall)), "COLS": min(128, max(16, wide)), "DEPTH": 64 if depth > 32 else 32}
+        large = tiles["ROWS"] * tiles["COLS"] > 128 * 64
+        return tiles | {"ACC": tl.float32, "PRECISION": "tf32", "num_warps": 8 if large else 4, "num_stages": 3}
     exact = not torch.backends.cuda.matmul.allow_tf32  # without tensor cores: large tiles would not fit the registers
     most = 64 if turned or exact else 128
     return {
-        "ROWS": min(most, max(16, triton.next_power_of_2(rows))),
-        "COLS": min(most, max(16, triton.next_power_of_2(cols))),
+        "ROWS": min(most, max(16, tall)),
+        "COLS": min(most, max(16, wide)),
         "DEPTH": 32 if depth > 16 and not exact else 16,
         "ACC": tl.float32,
         "PRECISION": "ieee" if exact else "tf32",
