@@ -27,13 +27,14 @@ def _product(a, b, total, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=PIXELS_OF)
 def _convolve_kernel(
     x, weight, y, x_unscale, weight_unscale, weight_stride, channels, out_channels, height, width, out_height,
-    out_width, rows, stride, padding, dilation, HALF: tl.constexpr, BACK: tl.constexpr, FLAT: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    out_width, rows, stride, padding, dilation, HALF: tl.constexpr, BACK: tl.constexpr,
+    MIRRORED: tl.constexpr, FLAT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, DEPTH: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ over taps of x (shifted) times weight (clients, taps, out, in): the columns of im2col are never written.
 
-    `FLAT` is for few channels: taps and channels together are the depth of one product.
+    `FLAT` is for few channels: taps and channels together are the depth of one product. `MIRRORED`: the weights of
+    the taps are taken from the last to the first.
     """
     client = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -76,7 +77,7 @@ def _convolve_kernel(
                 inside = (from_y >= 0) & (from_x >= 0)
             inside = inside & (from_y < height) & (from_x < width) & (row < rows)
             at = ((sample * height + from_y) * width + from_x).to(tl.int64) * channels
-            at_weight = tap * out_channels * channels + cols * channels
+            at_weight = (KH * KW - 1 - tap if MIRRORED else tap) * out_channels * channels + cols * channels
             ok = start + deep < channels
             a = tl.load(x + at[:, None] + (start + deep)[None, :], mask=inside[:, None] & ok[None, :], other=0.0)
             b = tl.load(
@@ -187,9 +188,13 @@ def _run_convolve(x: Operand, weight: Operand, y: Tensor, stride: int, padding: 
     clients, kh, kw, out, channels = b.shape
     rows, flat = a.shape[1] * y.shape[2] * y.shape[3], channels < FEW_CHANNELS and not back
     shape = _tiles(rows, out, kh * kw * channels if flat else channels, a.dtype)
+    mirrored = back and stride == 1 and kh == kw  # a convolution with the taps in reverse: nothing to divide
+    if mirrored:
+        padding = dilation * (kh - 1) - padding
     _convolve_kernel[(triton.cdiv(rows, shape["ROWS"]), triton.cdiv(out, shape["COLS"]), clients)](
         a, b, y, a_unscale, b_unscale, b.stride(0), channels, out, a.shape[2], a.shape[3], y.shape[2], y.shape[3], rows,
-        stride, padding, dilation, HALF=a.dtype == torch.float16, BACK=back, FLAT=flat, KH=kh, KW=kw, **shape,
+        stride, padding, dilation, HALF=a.dtype == torch.float16, BACK=back and not mirrored,
+        MIRRORED=mirrored, FLAT=flat, KH=kh, KW=kw, **shape,
     )  # fmt: skip
 
 
