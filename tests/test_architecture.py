@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # From the ground up: a module imports from layers below its own, and within its own package.
 LAYERS = [
-    {"errors", "randomness", "cores"},
+    {"errors", "randomness", "cores", "kernels"},
     {
         "selection",
         "sampling",
@@ -46,7 +46,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 CORNERS = {
     "flwr": ["flower/", "bench/peers.py"],  # a benchmark of a peer needs the peer
     "ray": ["engines/"],
-    "triton": ["training/kernels/"],
+    "triton": ["kernels/", "training/kernels/"],
     "matplotlib": ["report/"],
     "tensorboardX": ["report/"],
     "PIL": ["populations/"],

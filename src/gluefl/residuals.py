@@ -64,7 +64,7 @@ class Residuals:
         return len(self._near.keys() | self._vectors.keys() | self._offsets.keys())
 
     def get(self, client: int, device: torch.device | str = "cpu") -> Tensor | None:
-        """A copy of a client's vector, None if it has none."""
+        """A client's vector, None if it has none. It is not to be written to."""
         if client not in self:
             return None
         if client not in self._near and client not in self._vectors:
@@ -72,7 +72,8 @@ class Residuals:
         tier = self._near if client in self._near else self._vectors
         tier.move_to_end(client)
         scale, vector = tier[client]
-        found = vector.to(device=device, dtype=torch.float32, copy=True)
+        # Places in RAM are used again, so what lies there is copied.
+        found = vector.to(device=device, dtype=torch.float32, copy=tier is self._vectors)
         self._spill()
         return found * scale if self.half else found
 

@@ -218,13 +218,17 @@ def collect(
     sent = {}
     frozen = f.strategy.frozen(shared.mask)
     for outcome in f.engine.train(state.weights, state.statistics, sorted(settled), round, frozen):
-        client = outcome.client
-        if not math.isfinite(outcome.loss):
-            raise GlueFLError(f"round {round}: the loss of client {client} is {outcome.loss}. {DIVERGED}")
-        task = Task(round, shared.mask, nominal[client], f.space)
-        update, residual = f.strategy.compress(outcome.delta, task, f.residuals.get(client, f.space.device))
+        task = Task(round, shared.mask, nominal[outcome.client], f.space)
+        residual = f.residuals.get(outcome.client, f.space.device)
+        update, residual = f.strategy.compress(outcome.delta, task, residual)
         if residual is not None:
-            f.residuals[client] = residual
+            f.residuals[outcome.client] = residual
+        sent[outcome.client] = outcome, wire.Body(update, outcome.statistics, shared, sends_mask=False)
+    # Now that all is started on the device: the first look at what came of it.
+    losses = losses_of([outcome for outcome, _ in sent.values()], round)
+    wire.encode_positions([body for _, body in sent.values()])
+    uploads, up_bytes = [], {}
+    for client, (_, body) in sorted(sent.items()):
         header = wire.Header(
             kind=wire.UPLOAD,
             run=f.run,
@@ -233,16 +237,22 @@ def collect(
             base=state.ledger.version,
             version=state.ledger.version,
             weight=nominal[client],
-            loss=outcome.loss,
+            loss=losses[client],
             samples=f.engine.work(client),
         )
-        sent[client] = header, wire.Body(update, outcome.statistics, shared, sends_mask=False)
-    wire.encode_positions([body for _, body in sent.values()])
-    uploads, up_bytes = [], {}
-    for client, (header, body) in sorted(sent.items()):
         received, up_bytes[client] = f.channel.receive(header, body)
         uploads.append(Upload(client, settled[client], received.update, received.statistics, header.loss))
     return uploads, up_bytes
+
+
+def losses_of(outcomes: Sequence[Outcome], round: int) -> dict[int, float]:
+    """The losses, all asked for at once; one that is no number ends the run."""
+    values = [torch.as_tensor(outcome.loss, dtype=torch.float64) for outcome in outcomes]
+    losses = dict(zip((outcome.client for outcome in outcomes), torch.stack(values).tolist() if values else ()))
+    for client, loss in losses.items():
+        if not math.isfinite(loss):
+            raise GlueFLError(f"round {round}: the loss of client {client} is {loss}. {DIVERGED}")
+    return losses
 
 
 @dataclass(frozen=True)

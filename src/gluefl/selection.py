@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gluefl import kernels
 from gluefl.errors import GlueFLError
 
 MASK_32 = 0xFFFFFFFF
@@ -150,22 +151,31 @@ def top(values: Tensor, keep: Sequence[int], sizes: Sequence[int], round: int, a
     >>> top(torch.tensor([1.0, -3.0, 2.0]), keep=[2], sizes=[3], round=1)
     tensor([False,  True,  True])
     """
-    bits = _magnitude_bits(values)
-    if among is not None:
-        bits.bitwise_or_((~among).to(bits.dtype).neg_())  # −1 where not eligible, below every magnitude
-    if len(sizes) == 1:
-        return _top(bits, keep[0], round, 0)
-    starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    return torch.cat([_top(bits[a:b], k, round, a) for k, a, b in zip(keep, starts, starts[1:])])
+    ends = np.cumsum(sizes).tolist()
+    some = zip(keep, [0, *ends], ends)
+    if kernels.serve(values) and values.dtype == torch.float32:
+        from gluefl.kernels.largest import largest
+
+        masks = [largest(values[a:b], k, a, _salt(round), None if among is None else among[a:b]) for k, a, b in some]
+    else:
+        bits = _magnitude_bits(values)
+        if among is not None:
+            bits.bitwise_or_((~among).to(bits.dtype).neg_())  # −1 where not eligible, below every magnitude
+        masks = [_top(bits[a:b], k, round, a) for k, a, b in some]
+    return masks[0] if len(masks) == 1 else torch.cat(masks)
 
 
 def tie_break(positions: Tensor, round: int) -> Tensor:
     """A fixed one-to-one hash of positions below 2^32, different in every round; the lowest goes first."""
-    x = positions ^ (round * 0x9E3779B9 & MASK_32)
+    x = positions ^ _salt(round)
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         x = x ^ (x >> 16)
         x = x * factor & MASK_32
     return x ^ (x >> 16)
+
+
+def _salt(round: int) -> int:
+    return round * 0x9E3779B9 & MASK_32
 
 
 def positions_of(mask: Tensor) -> Tensor:

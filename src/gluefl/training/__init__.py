@@ -60,12 +60,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What local training gave: Δ_i, the statistics after it, the mean loss over its steps."""
+    """What local training gave: Δ_i, the statistics after it, the mean loss over its steps. On a GPU all of it may
+    still be under way."""
 
     client: int
     delta: Tensor
     statistics: Tensor
-    loss: float
+    loss: float | Tensor  # a tensor is one number: to make it a float is to wait for it
 
 
 class Trainer(Protocol):

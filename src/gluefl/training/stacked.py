@@ -121,7 +121,7 @@ class Stacked:
         deltas = stack.weights - weights
         if self._many is not None:
             deltas = deltas[:, self._many.back]
-        losses = (stack.loss / remaining.squeeze(1)).tolist()
+        losses = (stack.loss.double() / remaining.squeeze(1)).unbind()
         after = stack.statistics.clone()
         return [Outcome(job.client, deltas[i], after[i], losses[i]) for i, job in enumerate(jobs)]
 

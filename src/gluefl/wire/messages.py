@@ -8,8 +8,10 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,11 +76,6 @@ class Shared:
         """The positions that the mask does not cover."""
         return positions_of(~self.mask)
 
-    def prepare(self) -> None:
-        """Compute what is needed, before several threads ask for it at once."""
-        if self.packed.count:
-            _ = self.outside
-
 
 @dataclass(frozen=True)
 class Body:
@@ -104,13 +101,18 @@ def encode_positions(bodies: Sequence[Body]) -> None:
     """Encode the positions of bodies that share one mask, on all cores."""
     if not bodies:
         return
-    shared = bodies[0].shared
-    shared.prepare()
+    shared, under_way = bodies[0].shared, list[tuple[Shared | Body, str, Future[Any]]]()
+    if "packed" not in vars(shared):
+        under_way.append((shared, "packed", beside(squeeze, lay_out(shared.mask, count_true(shared.mask)))))
     if shared.mask.is_cuda:
         lay_out_together(bodies)
+    elif count_true(shared.mask):
+        _ = shared.outside  # before several threads ask for it at once
+    for body in bodies:
+        under_way.append((body, "positions", beside(_encode_positions, body)))
     # Not by asking every body for `positions` in a thread: before Python 3.12 a cached property has one lock for all.
-    for body, encoded in [(body, beside(_encode_positions, body)) for body in bodies]:
-        vars(body)["positions"] = encoded.result()
+    for owner, name, encoded in under_way:
+        vars(owner)[name] = encoded.result()
 
 
 def _encode_positions(body: Body) -> tuple[int, Packed]:
@@ -143,7 +145,7 @@ def lay_out_together(bodies: Sequence[Body]) -> None:
         alone = [i for i in range(len(chunk)) if i not in beside]
         found: dict[int, tuple[int, LaidOut]] = {}
         if beside:
-            rows = lay_out_rows(masks[beside][:, shared.outside], [counts[i] - known for i in beside])
+            rows = lay_out_rows(masks[beside], [counts[i] - known for i in beside], shared.mask)
             found |= zip(beside, ((BESIDE_MASK, row) for row in rows))
         if alone:
             rows = lay_out_rows(masks[alone], [counts[i] for i in alone])

@@ -12,6 +12,7 @@ import torch
 import zstandard
 from torch import Tensor
 
+from gluefl import kernels
 from gluefl.errors import WireError
 from gluefl.selection import count_true, positions_of
 
@@ -61,21 +62,30 @@ def lay_out(mask: Tensor, count: int) -> LaidOut:
     return LaidOut(size, count, _to_bitmap(mask) if _tries_bitmap(count, size) else None, gaps)
 
 
-def lay_out_rows(masks: Tensor, counts: Sequence[int]) -> list[LaidOut]:
-    """As `lay_out` for every row of a matrix, in a handful of calls to a GPU: one call costs as much as its work."""
-    size = masks.shape[1]
+def lay_out_rows(masks: Tensor, counts: Sequence[int], known: Tensor | None = None) -> list[LaidOut]:
+    """As `lay_out` for every row of a matrix, in a handful of calls to a GPU: one call costs as much as its work.
+    What is `known` is left out: positions are counted beside it, and a row holds `counts` of them there."""
+    size = masks.shape[1] - (0 if known is None else count_true(known))
     some = [i for i, count in enumerate(counts) if 0 < count < size]
     dense = [i for i in some if _tries_bitmap(counts[i], size)]
-    bitmaps = dict(zip(dense, _bitmaps(masks[dense]))) if dense else {}
+    bitmaps = dict(zip(dense, _bitmaps(_beside(_rows(masks, dense), known)))) if dense else {}
     gaps: dict[int, bytes] = {}
     for present in (True, False):
         few = [i for i in some if _few(counts[i], size) <= SPARSE * size and _lists_present(counts[i], size) == present]
         if few:
-            gaps |= zip(few, _gaps_of_rows(masks[few] if present else ~masks[few]))
+            gaps |= zip(few, _gaps_of_rows(_rows(masks, few), known, present))
     return [
         LaidOut(size, count, bitmaps[i].tobytes() if i in bitmaps else None, gaps.get(i))
         for i, count in enumerate(counts)
     ]
+
+
+def _rows(masks: Tensor, some: Sequence[int]) -> Tensor:
+    return masks if len(some) == len(masks) else masks[some]
+
+
+def _beside(masks: Tensor, known: Tensor | None) -> Tensor:
+    return masks if known is None else masks.index_select(1, positions_of(~known))
 
 
 def _few(count: int, size: int) -> int:
@@ -161,7 +171,7 @@ def _from_bitmap(data: bytes, size: int) -> np.ndarray:
 def _gaps(mask: Tensor) -> bytes:
     """LEB128 varints of position − previous position − 1, the one before the first being −1."""
     if mask.is_cuda:
-        return _gaps_of_rows(mask.unsqueeze(0))[0]
+        return _gaps_of_rows(mask.unsqueeze(0), None, present=True)[0]
     gaps = np.diff(positions_of(mask).numpy(), prepend=-1) - 1
     lengths = np.ones(gaps.size, np.int64)
     for i in range(1, LONGEST_VARINT):
@@ -174,7 +184,18 @@ def _gaps(mask: Tensor) -> bytes:
     return varints.tobytes()
 
 
-def _gaps_of_rows(masks: Tensor) -> list[bytes]:
+def _gaps_of_rows(masks: Tensor, known: Tensor | None, present: bool) -> list[bytes]:
+    if kernels.serve(masks):
+        from gluefl.kernels.gaps import gaps
+
+        varints, lengths = gaps(masks, known, present)
+    else:
+        varints, lengths = _gaps_by_torch(_beside(masks if present else ~masks, known))
+    data, ends = _to_host(varints), np.cumsum(lengths)
+    return [data[end - length : end].tobytes() for end, length in zip(ends, lengths)]
+
+
+def _gaps_by_torch(masks: Tensor) -> tuple[Tensor, list[int]]:
     row, column = masks.nonzero().to(torch.int32).unbind(1)
     gaps = torch.diff(column, prepend=column.new_zeros(1)).sub_(1)
     starts = torch.diff(row, prepend=row.new_full((1,), -1)) != 0
@@ -186,8 +207,7 @@ def _gaps_of_rows(masks: Tensor) -> list[bytes]:
     follow = gaps >> (shifts + 7).clamp_(max=31) > 0
     varints = (gaps >> shifts & 0x7F | follow.int() << 7).to(torch.uint8)
     lengths = torch.zeros(len(masks), dtype=torch.long, device=masks.device).index_add_(0, row, there.sum(1))
-    data, ends = _to_host(varints[there]), np.cumsum(lengths.tolist())
-    return [data[end - length : end].tobytes() for end, length in zip(ends, np.diff(ends, prepend=0))]
+    return varints[there], lengths.tolist()
 
 
 def _from_gaps(data: bytes, count: int, size: int) -> np.ndarray:

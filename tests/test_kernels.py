@@ -1,0 +1,64 @@
+"""What a GPU does beside the training gives the same bytes and masks as NumPy does.
+
+On a GPU the kernels run as they are; elsewhere Triton interprets them, slowly and with the same results."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from gluefl.selection import _magnitude_bits, _salt, _top
+from gluefl.wire import positions
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK = 64  # positions; several blocks are few enough for the interpreter
+
+VALUES = {
+    "all different": lambda rng, size: rng.standard_normal(size),
+    "many alike": lambda rng, size: (2 * rng.standard_normal(size)).round(),
+    "mostly zero": lambda rng, size: rng.standard_normal(size) * (rng.random(size) < 0.2),
+    "tiny and huge": lambda rng, size: rng.standard_normal(size) * 10.0 ** rng.integers(-44, 38, size),
+    "not all numbers": lambda rng, size: np.where(rng.random(size) < 0.1, np.nan, rng.standard_normal(size)),
+}
+
+
+@pytest.mark.parametrize("among", [False, True])
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("size", [1, 63, 300])
+def test_the_largest_are_those_of_numpy(size, kind, among) -> None:
+    from gluefl.kernels.largest import largest
+
+    rng = np.random.default_rng(size)
+    values = torch.from_numpy(VALUES[kind](rng, size).astype(np.float32))
+    eligible = torch.from_numpy(rng.random(size) < 0.6) if among else torch.ones(size, dtype=torch.bool)
+    bits = _magnitude_bits(values.nan_to_num(torch.inf, torch.inf, -torch.inf).clamp(-3e38, 3e38))
+    bits[values.isnan()] = int(_magnitude_bits(torch.tensor([3.4e38])))  # the same for all: kernels see NaN's own bits
+    bits[~eligible] = -1
+    for keep, start, round in ((0, 0, 1), (1, 0, 1), (size // 5, 12_345, 7), (size // 2, 1, 400_000), (size + 2, 0, 2)):
+        found = largest(
+            values.to(DEVICE), keep, start, _salt(round), eligible.to(DEVICE) if among else None, block=BLOCK
+        )
+        assert torch.equal(found.cpu(), _top(bits, keep, round, start)), (keep, start, round)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("present", [True, False])
+@pytest.mark.parametrize("size", [1, 64, 65, 20_000])
+def test_gaps_are_those_of_numpy(size, present, known) -> None:
+    from gluefl.kernels.gaps import gaps
+
+    rng = np.random.default_rng(size)
+    masks = torch.from_numpy(rng.random((5, size)) < np.array([[0.0], [0.0005], [0.05], [0.6], [1.0]]))
+    masks[2, size // 3 :] = False
+    beside = torch.from_numpy(rng.random(size) < 0.3) if known else torch.zeros(size, dtype=torch.bool)
+    block = BLOCK if size < 1000 else 8192  # so that gaps of two and three bytes occur, in a block and between two
+    data, lengths = gaps(masks.to(DEVICE), beside.to(DEVICE) if known else None, present, block=block)
+    ends = np.cumsum(lengths)
+    for row, end, length in zip(masks, ends, lengths):
+        numbered = (row if present else ~row)[~beside]
+        expected = positions._gaps(numbered) if numbered.any() else b""
+        assert data[end - length : end].cpu().numpy().tobytes() == expected
