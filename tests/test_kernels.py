@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gluefl.selection import _magnitude_bits, _salt, _top
+from gluefl.selection import Sparse, _magnitude_bits, _salt, _top
 from gluefl.wire import positions
 
 if not torch.cuda.is_available():
@@ -62,3 +62,25 @@ def test_gaps_are_those_of_numpy(size, present, known) -> None:
         numbered = (row if present else ~row)[~beside]
         expected = positions._gaps(numbered) if numbered.any() else b""
         assert data[end - length : end].cpu().numpy().tobytes() == expected
+
+
+@pytest.mark.parametrize("size", [1, 200])
+def test_positions_are_counted(size) -> None:
+    from gluefl.kernels.gaps import counts
+
+    rng = np.random.default_rng(size)
+    masks, known = torch.from_numpy(rng.random((3, size)) < 0.4), torch.from_numpy(rng.random(size) < 0.3)
+    found = counts(masks.to(DEVICE), known.to(DEVICE), block=BLOCK)
+    assert found == (masks.sum(1).tolist(), (masks & known).sum(1).tolist())
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.3, -1e-9])
+def test_a_part_is_added_bit_for_bit(weight) -> None:
+    from gluefl.kernels.add import add
+
+    rng = np.random.default_rng(5)
+    total, vector = (torch.from_numpy(rng.standard_normal(5000).astype(np.float32)) for _ in range(2))
+    total[::7], vector[::11], mask = -0.0, torch.nan, torch.from_numpy(rng.random(5000) < 0.4)
+    expected = Sparse.where(mask, vector).add_to(total.clone(), weight)
+    found = add(total.to(DEVICE), vector.to(DEVICE), mask.to(DEVICE), weight)
+    assert torch.equal(found.cpu().view(torch.int32), expected.view(torch.int32))

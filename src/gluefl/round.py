@@ -126,6 +126,7 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     for client in holders:
         f.channel.deliver(client, parcels[client])
     unused = [client for client in holders if client not in up_bytes]  # who never got so far had nothing to send
+    check_finite(aggregated, round)
     return publish(f, state, round, line.clock_s, aggregated, holders, up_bytes, unused), line
 
 
@@ -272,7 +273,6 @@ def aggregate(f: Federation, state: State, uploads: Sequence[Upload], round: int
     strategy, update = f.strategy.aggregate(state.strategy, uploads, round)
     velocity, update = f.server.step(state.velocity, update)
     statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
-    check_finite(update, statistics, round)
     return Aggregated(strategy, velocity, update, statistics)
 
 
@@ -301,7 +301,7 @@ def publish(
     )
 
 
-def check_finite(update: Sparse, statistics: Tensor, round: int) -> None:
-    """Refuse to publish a model that is not made of numbers; top-k has looked already, dense strategies have not."""
-    if not (update.is_finite() and torch.isfinite(statistics).all()):
+def check_finite(aggregated: Aggregated, round: int) -> None:
+    """Refuse to publish a model that is not made of numbers. As late as may be: a GPU is waited for."""
+    if not (aggregated.update.is_finite() and torch.isfinite(aggregated.statistics).all()):
         raise GlueFLError(f"round {round}: the update is not finite. {DIVERGED}")

@@ -104,6 +104,10 @@ class Sparse:
             return vector.add_(self.values * weight)
         if self._listed:
             return vector.index_add_(0, self.positions, self.values * weight)
+        if kernels.serve(vector) and vector.dtype == self._vector.dtype == torch.float32 and vector.is_contiguous():
+            from gluefl.kernels.add import add
+
+            return add(vector, self._vector, self.mask(), weight)
         # Adding −0 changes nothing, not even the sign of a zero.
         return vector.add_((self._vector * weight).masked_fill_(~self.mask(), -0.0))
 

@@ -23,7 +23,7 @@ from gluefl.journal import Journal, Line
 from gluefl.records import Played, record
 from gluefl.replica import Replica
 from gluefl.residuals import Residuals
-from gluefl.round import Federation, State, aggregate, packages, publish, start
+from gluefl.round import Federation, State, aggregate, check_finite, packages, publish, start
 from gluefl.sampling import Group, Pool, Sampler
 from gluefl.server import Server
 from gluefl.strategies import Space, Strategy, Upload
@@ -102,6 +102,7 @@ class Session:
         up_bytes = {client: exchange.used[client].up_bytes for client in sorted(exchange.used)}
         try:
             aggregated = aggregate(f, state, uploads, round)
+            check_finite(aggregated, round)
         except GlueFLError as error:
             # Each upload was finite and their sum is not. The round counts as one in which nobody arrived.
             exchange.note(None, "refused", str(error))

@@ -1,4 +1,4 @@
-"""Gaps between positions as varints, many sets of positions at a time: `wire.positions` says what they are.
+"""Sets of positions, many at a time: how many they hold, and the gaps between them as varints (`wire.positions`).
 
 A program counts a block of positions, a few sums over the blocks say where each one's bytes begin, and a second pass
 writes them. Positions of a known set may be left out of the numbering: nothing has to be compacted before.
@@ -48,7 +48,7 @@ def _in_block(masks, known, size, PRESENT: tl.constexpr, KNOWN: tl.constexpr, BL
 
 
 @triton.jit(do_not_specialize=["size", "blocks"])
-def _count_kernel(
+def _blocks_kernel(
     masks, known, counts, size, blocks, PRESENT: tl.constexpr, KNOWN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """By block: how many are numbered, the first and last number in the set, the bytes of all gaps but the first."""
@@ -77,6 +77,28 @@ def _write_kernel(
         tl.store(data + i, byte.to(tl.uint8), mask=length > i)
 
 
+@triton.jit(do_not_specialize=["size", "blocks"])
+def _held_kernel(masks, known, counts, size, blocks, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = tl.load(masks + row * size + at, mask=at < size, other=0).to(tl.int32)
+    both = held & tl.load(known + at, mask=at < size, other=0).to(tl.int32)
+    counts += (row * blocks + tl.program_id(0)) * 2
+    tl.store(counts, tl.sum(held, 0))
+    tl.store(counts + 1, tl.sum(both, 0))
+
+
+def counts(masks: Tensor, known: Tensor, block: int = BLOCK) -> tuple[list[int], list[int]]:
+    """How many positions every row holds, and how many of them are known."""
+    rows, size = masks.shape
+    blocks = triton.cdiv(size, block)
+    found = torch.empty(rows, blocks, 2, dtype=torch.int32, device=masks.device)
+    sets, outside = masks.contiguous().view(torch.uint8), known.contiguous().view(torch.uint8)
+    _held_kernel[(blocks, rows)](sets, outside, found, size, blocks, BLOCK=block)
+    held, both = found.sum(1).t().tolist()
+    return held, both
+
+
 def gaps(masks: Tensor, known: Tensor | None, present: bool, block: int = BLOCK) -> tuple[Tensor, list[int]]:
     """The varints of all rows, one after the other, and how many bytes each row has.
 
@@ -89,7 +111,7 @@ def gaps(masks: Tensor, known: Tensor | None, present: bool, block: int = BLOCK)
     sets = masks.contiguous().view(torch.uint8)
     outside = sets if known is None else known.contiguous().view(torch.uint8)
     options = {"PRESENT": present, "KNOWN": known is not None, "BLOCK": block, "num_warps": 8}
-    _count_kernel[(blocks, rows)](sets, outside, counts, size, blocks, **options)
+    _blocks_kernel[(blocks, rows)](sets, outside, counts, size, blocks, **options)
     numbered, first, last, length = counts.unbind(2)
     numbers = numbered.cumsum(1, dtype=torch.int32) - numbered  # before each block
     reached = torch.where(last >= 0, numbers + last, -1).cummax(1).values

@@ -55,7 +55,7 @@ def _turn(at, start, salt):
 
 
 @triton.jit(do_not_specialize=COUNTED)
-def _count_kernel(
+def _digits_kernel(
     values, among, counts, keep, size, LEVEL: tl.constexpr, AMONG: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -67,51 +67,73 @@ def _count_kernel(
         begins = begins * 256 + digit
     if LEVEL > 0:
         eligible = eligible & ((bits >> (32 - 8 * LEVEL)) == begins)
-    found = _count((bits >> (24 - 8 * LEVEL)) & 255, eligible, BLOCK)
-    at_count = counts + 256 * LEVEL + tl.arange(0, 256)
-    tl.atomic_add(at_count, found, mask=found > 0, sem="relaxed")
+    digit = (bits >> (24 - 8 * LEVEL)) & 255
+    counts += 256 * LEVEL
+    if LEVEL < 2:
+        found = _count(digit, eligible, BLOCK)
+        tl.atomic_add(counts + tl.arange(0, 256), found, mask=found > 0, sem="relaxed")
+    else:  # few begin like the threshold
+        tl.atomic_add(counts + digit, 1, mask=eligible, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=COUNTED)
 def _ties_kernel(
-    values, among, counts, last, keep, size, start, salt, AMONG: tl.constexpr, BLOCK: tl.constexpr
+    values, among, counts, found, ties, keep, size, start, salt, AMONG: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The threshold, and the last turn of a tie that is taken: only where more tie than are needed is it looked for."""
+    """The threshold, how many that have it are needed and how many do; where those are more, the turns of all of them,
+    in whatever order."""
     need = keep
-    ties = keep
+    tied = keep
     threshold = 0
     for level in tl.static_range(4):
-        digit, need, ties = _find(counts + 256 * level, need)
+        digit, need, tied = _find(counts + 256 * level, need)
         threshold = threshold * 256 + digit
+    if tl.program_id(0) == 0:
+        tl.store(found, threshold)
+        tl.store(found + 1, need)
+        tl.store(found + 2, tied)
+    if tied > need:
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        bits, eligible = _magnitudes(values, among, at, size, AMONG)
+        tie = (eligible & (bits == threshold)).to(tl.int32)
+        here = tl.sum(tie, 0)
+        if here > 0:
+            place = tl.atomic_add(found + 3, here, sem="relaxed") + tl.cumsum(tie, 0) - tie
+            tl.store(ties + place, _turn(at, start, salt).to(tl.int32, bitcast=True), mask=tie > 0)
+
+
+@triton.jit
+def _last_kernel(counts, found, ties, BLOCK: tl.constexpr):
+    """The last turn of a tie that is taken: by one program, ties are few."""
+    need = tl.load(found + 1)
+    tied = tl.load(found + 2)
     begins = tl.zeros((), tl.uint32)
-    if ties > need:
+    if tied > need:
         for level in tl.static_range(4):
-            found = tl.zeros((256,), tl.int32)
-            for block in range(0, tl.cdiv(size, BLOCK)):
+            count = tl.zeros((256,), tl.int32)
+            for block in range(0, tl.cdiv(tied, BLOCK)):
                 at = block * BLOCK + tl.arange(0, BLOCK)
-                bits, eligible = _magnitudes(values, among, at, size, AMONG)
-                turn = _turn(at, start, salt)
-                eligible = eligible & (bits == threshold)
+                turn = tl.load(ties + at, mask=at < tied, other=0).to(tl.uint32, bitcast=True)
+                eligible = at < tied
                 if level > 0:
                     eligible = eligible & ((turn >> (32 - 8 * level)) == begins)
-                found += _count(((turn >> (24 - 8 * level)) & 255).to(tl.int32), eligible, BLOCK)
-            tl.store(counts + 1024 + 256 * level + tl.arange(0, 256), found)
+                count += _count(((turn >> (24 - 8 * level)) & 255).to(tl.int32), eligible, BLOCK)
+            tl.store(counts + 256 * level + tl.arange(0, 256), count)
             tl.debug_barrier()
-            digit, need, _ = _find(counts + 1024 + 256 * level, need)
+            digit, need, _ = _find(counts + 256 * level, need)
             begins = begins * 256 + digit.to(tl.uint32)
-    tl.store(last, threshold)
-    tl.store(last + 1, begins.to(tl.int64))
+    tl.store(found + 4, begins.to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=COUNTED)
 def _mask_kernel(
-    values, among, last, mask, size, start, salt, AMONG: tl.constexpr, BLOCK: tl.constexpr
+    values, among, found, mask, size, start, salt, AMONG: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits, eligible = _magnitudes(values, among, at, size, AMONG)
-    threshold = tl.load(last).to(tl.int32)
-    first = _turn(at, start, salt).to(tl.int64) >= tl.load(last + 1)
-    chosen = eligible & ((bits > threshold) | ((bits == threshold) & first))
+    threshold = tl.load(found)
+    taken = _turn(at, start, salt) >= tl.load(found + 4).to(tl.uint32, bitcast=True)
+    chosen = eligible & ((bits > threshold) | ((bits == threshold) & taken))
     tl.store(mask + at, chosen.to(tl.uint8), mask=at < size)
 
 
@@ -123,14 +145,16 @@ def largest(values: Tensor, keep: int, start: int, salt: int, among: Tensor | No
     if keep <= 0 or not size:
         return mask.zero_()
     values = values.contiguous()
-    counts = torch.zeros(2 * LEVELS * DIGITS, dtype=torch.int32, device=values.device)
-    last = torch.empty(2, dtype=torch.int64, device=values.device)
+    counts = torch.zeros(2 * LEVELS * DIGITS + 5, dtype=torch.int32, device=values.device)
+    digits, turns, found = counts.split([LEVELS * DIGITS, LEVELS * DIGITS, 5])
+    ties = torch.empty(size, dtype=torch.int32, device=values.device)
     eligible = values if among is None else among.contiguous().view(torch.uint8)
     salt -= (salt >> 31) << 32  # the same bits, as a signed number
     options = {"AMONG": among is not None, "BLOCK": block, "num_warps": 8}
     grid = (triton.cdiv(size, block),)
     for level in range(LEVELS):
-        _count_kernel[grid](values, eligible, counts, keep, size, LEVEL=level, **options)
-    _ties_kernel[(1,)](values, eligible, counts, last, keep, size, start, salt, **options)
-    _mask_kernel[grid](values, eligible, last, mask.view(torch.uint8), size, start, salt, **options)
+        _digits_kernel[grid](values, eligible, digits, keep, size, LEVEL=level, **options)
+    _ties_kernel[grid](values, eligible, digits, found, ties, keep, size, start, salt, **options)
+    _last_kernel[(1,)](turns, found, ties, BLOCK=block)
+    _mask_kernel[grid](values, eligible, found, mask.view(torch.uint8), size, start, salt, **options)
     return mask

@@ -64,7 +64,8 @@ class Stacked:
         frozen: Tensor | None,
     ) -> Iterator[Outcome]:
         """In slices of as many clients as fit."""
-        self.module.train()
+        if not self.module.training:  # it takes a millisecond to say so to every part of it
+            self.module.train()
         at = 0
         while at < len(jobs):
             some = jobs[at : at + self.most]

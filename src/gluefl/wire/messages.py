@@ -20,7 +20,7 @@ from torch import Tensor
 from gluefl.cores import beside
 from gluefl.errors import WireError
 from gluefl.selection import Sparse, count_true, positions_of
-from gluefl.wire.positions import LaidOut, Packed, lay_out, lay_out_rows, pack, squeeze, unpack
+from gluefl.wire.positions import LaidOut, Packed, count_rows, lay_out, lay_out_rows, pack, rows_of, squeeze, unpack
 
 MAGIC = b"GLUE"
 FORMAT = 1
@@ -140,15 +140,15 @@ def lay_out_together(bodies: Sequence[Body]) -> None:
     known, some = count_true(shared.mask), max(1, AT_A_TIME // size)
     for chunk in (bodies[at : at + some] for at in range(0, len(bodies), some)):
         masks = torch.stack([body.update.mask() for body in chunk])
-        counts, inside = torch.stack([masks.sum(1), (masks & shared.mask).sum(1)]).tolist()
+        counts, inside = count_rows(masks, shared.mask)
         beside = [i for i in range(len(chunk)) if known and inside[i] == known and counts[i] < size]
         alone = [i for i in range(len(chunk)) if i not in beside]
         found: dict[int, tuple[int, LaidOut]] = {}
         if beside:
-            rows = lay_out_rows(masks[beside], [counts[i] - known for i in beside], shared.mask)
+            rows = lay_out_rows(rows_of(masks, beside), [counts[i] - known for i in beside], shared.mask)
             found |= zip(beside, ((BESIDE_MASK, row) for row in rows))
         if alone:
-            rows = lay_out_rows(masks[alone], [counts[i] for i in alone])
+            rows = lay_out_rows(rows_of(masks, alone), [counts[i] for i in alone])
             found |= zip(alone, ((ABSOLUTE, row) for row in rows))
         for i, body in enumerate(chunk):  # in the place of what they would compute one by one
             vars(body)["laid_out"], vars(body.update)["count"] = found[i], counts[i]

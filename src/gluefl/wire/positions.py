@@ -42,8 +42,8 @@ class LaidOut:
 
     size: int
     count: int
-    bitmap: bytes | None = None
-    gaps: bytes | None = None  # between those that are present or those that are absent, whichever are few
+    bitmap: bytes | memoryview | None = None
+    gaps: bytes | memoryview | None = None  # between those that are present or those that are absent, whichever are few
 
 
 def pack(mask: Tensor) -> Packed:
@@ -68,19 +68,19 @@ def lay_out_rows(masks: Tensor, counts: Sequence[int], known: Tensor | None = No
     size = masks.shape[1] - (0 if known is None else count_true(known))
     some = [i for i, count in enumerate(counts) if 0 < count < size]
     dense = [i for i in some if _tries_bitmap(counts[i], size)]
-    bitmaps = dict(zip(dense, _bitmaps(_beside(_rows(masks, dense), known)))) if dense else {}
-    gaps: dict[int, bytes] = {}
+    bitmaps = dict(zip(dense, _bitmaps(_beside(rows_of(masks, dense), known)))) if dense else {}
+    gaps: dict[int, memoryview] = {}
     for present in (True, False):
         few = [i for i in some if _few(counts[i], size) <= SPARSE * size and _lists_present(counts[i], size) == present]
         if few:
-            gaps |= zip(few, _gaps_of_rows(_rows(masks, few), known, present))
+            gaps |= zip(few, _gaps_of_rows(rows_of(masks, few), known, present))
     return [
-        LaidOut(size, count, bitmaps[i].tobytes() if i in bitmaps else None, gaps.get(i))
-        for i, count in enumerate(counts)
+        LaidOut(size, count, bitmaps[i].data if i in bitmaps else None, gaps.get(i)) for i, count in enumerate(counts)
     ]
 
 
-def _rows(masks: Tensor, some: Sequence[int]) -> Tensor:
+def rows_of(masks: Tensor, some: Sequence[int]) -> Tensor:
+    """Some rows, in increasing order: not copied where that is all of them."""
     return masks if len(some) == len(masks) else masks[some]
 
 
@@ -105,13 +105,13 @@ def squeeze(laid_out: LaidOut) -> Packed:
     size, count = laid_out.size, laid_out.count
     if count in (0, size):
         return Packed(NOTHING if count == 0 else EVERYTHING, count, b"")
-    tried = []
+    tried: list[tuple[int, bytes | memoryview]] = []
     if laid_out.bitmap is not None:
         tried += [(BITMAP_ZSTD, _compress(laid_out.bitmap)), (BITMAP, laid_out.bitmap)]
     if laid_out.gaps is not None:
         tried.append((GAPS_ZSTD if _lists_present(count, size) else ABSENT_GAPS_ZSTD, _compress(laid_out.gaps)))
     codec, data = min(tried, key=lambda option: len(option[1]))
-    return Packed(codec, count, data)
+    return Packed(codec, count, bytes(data))
 
 
 def unpack(packed: Packed, size: int) -> Tensor:
@@ -168,7 +168,7 @@ def _from_bitmap(data: bytes, size: int) -> np.ndarray:
     return bits[:size].astype(bool)
 
 
-def _gaps(mask: Tensor) -> bytes:
+def _gaps(mask: Tensor) -> bytes | memoryview:
     """LEB128 varints of position − previous position − 1, the one before the first being −1."""
     if mask.is_cuda:
         return _gaps_of_rows(mask.unsqueeze(0), None, present=True)[0]
@@ -184,7 +184,17 @@ def _gaps(mask: Tensor) -> bytes:
     return varints.tobytes()
 
 
-def _gaps_of_rows(masks: Tensor, known: Tensor | None, present: bool) -> list[bytes]:
+def count_rows(masks: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
+    """At how many positions each row holds, and at how many of those that are known."""
+    if kernels.serve(masks):
+        from gluefl.kernels.gaps import counts
+
+        return counts(masks, known)
+    held, both = torch.stack([masks.sum(1), (masks & known).sum(1)]).tolist()
+    return held, both
+
+
+def _gaps_of_rows(masks: Tensor, known: Tensor | None, present: bool) -> list[memoryview]:
     if kernels.serve(masks):
         from gluefl.kernels.gaps import gaps
 
@@ -192,7 +202,7 @@ def _gaps_of_rows(masks: Tensor, known: Tensor | None, present: bool) -> list[by
     else:
         varints, lengths = _gaps_by_torch(_beside(masks if present else ~masks, known))
     data, ends = _to_host(varints), np.cumsum(lengths)
-    return [data[end - length : end].tobytes() for end, length in zip(ends, lengths)]
+    return [data[end - length : end].data for end, length in zip(ends, lengths)]
 
 
 def _gaps_by_torch(masks: Tensor) -> tuple[Tensor, list[int]]:
@@ -227,7 +237,7 @@ def _from_gaps(data: bytes, count: int, size: int) -> np.ndarray:
     return positions
 
 
-def _compress(data: bytes) -> bytes:
+def _compress(data: bytes | memoryview) -> bytes:
     return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data)
 
 
