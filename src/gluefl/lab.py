@@ -71,6 +71,7 @@ def run(
             checkpoint_every=config.checkpoint.every,
             checkpoint_at_end=checkpoint_at_end,
             residual_memory_bytes=int(config.residuals.memory_gb * 10**9),
+            residual_device_bytes=None if (gb := config.residuals.device_gb) is None else int(gb * 10**9),
             residual_half=config.residuals.half,
         ),
     )

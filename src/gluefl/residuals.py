@@ -217,9 +217,11 @@ class Residuals:
         return place.copy_(vector)
 
 
-def room_on(device: torch.device) -> int:
-    """Bytes that residuals may take on a device: a third of what is free on a GPU, nothing elsewhere."""
-    return int(torch.cuda.mem_get_info(device)[0]) // 3 if device.type == "cuda" else 0
+def room_on(device: torch.device, wanted_bytes: int | None = None) -> int:
+    """Bytes that residuals may take on a device: on a GPU those wanted, or a third of the free ones; elsewhere none."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.mem_get_info(device)[0]) // 3 if wanted_bytes is None else wanted_bytes
 
 
 def _places(size: int, like: Tensor) -> list[Tensor]:

@@ -58,6 +58,7 @@ class Options:
     checkpoint_every: int = 10
     checkpoint_at_end: bool = True  # so that a run that is done can be given more rounds
     residual_memory_bytes: int = 4 * 10**8
+    residual_device_bytes: int | None = None  # on a GPU: a third of what is free
     residual_half: bool = False  # this one does: half precision rounds what clients remember
 
 
@@ -126,7 +127,7 @@ def train(
             folder / "checkpoint" if folder else None,
             options.residual_memory_bytes,
             options.residual_half,
-            room_on(device),
+            room_on(device, options.residual_device_bytes),
         ),
         **(arrivals or {}),
     )
@@ -253,7 +254,7 @@ def _open(folder: Path, description: str, resume: bool, fresh: State, journal: J
 
 def _same(old: str, new: str, folder: Path) -> None:
     """A run goes on with the configuration it was started with; only its end and its memory may be moved."""
-    movable = ("rounds =", "target =", "stop_at_target =", "memory_gb =")
+    movable = ("rounds =", "target =", "stop_at_target =", "memory_gb =", "device_gb =")
     kept = [[line for line in text.splitlines() if not line.startswith(movable)] for text in (old, new)]
     if kept[0] != kept[1]:
         differing = sorted(set(kept[0]) ^ set(kept[1]))
