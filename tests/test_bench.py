@@ -3,11 +3,13 @@
 import time
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from federations import federation
 from gluefl import GlueFL, Sticky
 from gluefl import round as round_module
-from gluefl.bench.profile import STEPS, Stopwatch, watched
+from gluefl.bench.profile import STEPS, Marks, Stopwatch, idle_by_part, watched
 from gluefl.fleet import Fleet
 
 
@@ -38,3 +40,35 @@ def test_what_a_part_calls_is_taken_off_it() -> None:
     assert watch.seconds["inner"] >= 0.1
     assert watch.seconds["outer"] <= took - watch.seconds["inner"]
     assert list(watch.around("generator", lambda: (i for i in range(3)))()) == [0, 1, 2]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=4),
+)
+def test_idle_time_belongs_to_the_innermost_part(spans, nested) -> None:
+    busy = [(min(span), max(span)) for span in spans]
+    # Parts within each other: each is cut from the one before it.
+    parts, low, high = [], 2, 28
+    for number, (left, right) in enumerate(nested):
+        low, high = low + left, high - right
+        if low < high:
+            parts.append((low, high, str(number)))
+    first, last = min((b[0] for b in busy), default=0), max((b[1] for b in busy), default=0)
+    expected: dict[str, float] = {}
+    for tick in range(first, last):
+        if not any(start <= tick < end for start, end in busy):
+            owner = ["elsewhere", *(name for start, end, name in parts if start <= tick < end)][-1]
+            expected[owner] = expected.get(owner, 0) + 1
+    assert idle_by_part(busy, parts) == expected
+
+
+def test_marks_are_seen_by_the_profiler() -> None:
+    f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40)
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen,
+        watched(f, Marks()) as marked,
+    ):
+        round_module.play(marked, state)
+    names = {event.name for event in seen.events() if event.name.startswith("gluefl: ")}
+    assert {"gluefl: training", "gluefl: packages", "gluefl: encoding of positions"} <= names

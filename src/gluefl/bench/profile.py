@@ -1,14 +1,16 @@
-"""Where the time of a whole GlueFL round goes: by its parts, and on a GPU by its kernels too.
+"""Where the time of a whole GlueFL round goes: by its parts, and on a GPU by its kernels and by what it waits for.
 
 The parts are timed from outside, by putting a stopwatch around the functions that `round.play` calls: the round
-itself knows nothing of it. On a GPU every part is waited for, so that what it started counts as its own.
+itself knows nothing of it. On a GPU every part is waited for, so that what it started counts as its own. What the GPU
+waits for is another question: for that nothing is held up, the parts are only marked in a profile.
 """
 
+import math
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,6 +30,8 @@ from gluefl.round import Federation, State
 
 WARM_UP = 12  # rounds; the first ones compile, and only later ones have stale clients and a mask to regenerate
 KERNELS = 12  # shown
+MARK = "gluefl: "
+Span = tuple[float, float]
 STEPS = {
     "invite": "sampling",
     "packages": "packages",
@@ -100,6 +104,19 @@ class Stopwatch:
         return timed
 
 
+class Marks(Stopwatch):
+    """Marks the parts in a profile instead of timing them; nothing is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(_nothing)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Whatever runs inside belongs to this part."""
+        with torch.profiler.record_function(MARK + name):
+            yield
+
+
 class Watched:
     """An object some of whose methods are timed."""
 
@@ -144,14 +161,61 @@ def _kernels(f: Federation, state: State, rounds: int, settle: Callable[[], None
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        _play(f, state, rounds, settle)
+        state, _ = _play(f, state, rounds, settle)
     kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
     busy_ms = {_short(k.key): k.self_device_time_total / 1000 / rounds for k in kernels[:KERNELS]}
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen, watched(f, Marks()) as marked:
+        _play(marked, state, rounds, settle)
+    busy, parts = [], []
+    for event in seen.events():
+        span = event.time_range.start, event.time_range.end
+        if event.name.startswith(MARK):
+            parts += [(*span, event.name.removeprefix(MARK))] if event.device_type.name == "CPU" else []
+        elif event.device_type.name == "CUDA":
+            busy.append(span)
+    idle = sorted(idle_by_part(busy, parts).items(), key=lambda part: -part[1])
     return {
         "kernels_ms": sum(k.self_device_time_total for k in kernels) / 1000 / rounds,
         "launches": sum(k.count for k in kernels) / rounds,
+        "idle_ms": {part: us / 1000 / rounds for part, us in idle},
         "longest_kernels_ms": busy_ms,
     }
+
+
+def idle_by_part(busy: Sequence[Span], parts: Sequence[tuple[float, float, str]]) -> dict[str, float]:
+    """How long nothing was busy, between the first and the last that was, by the innermost part that went on then.
+
+    >>> idle_by_part([(0, 1), (4, 5)], [(0, 3, "outer"), (1, 2, "inner")])
+    {'inner': 1.0, 'outer': 1.0, 'elsewhere': 1.0}
+    """
+    idle: defaultdict[str, float] = defaultdict(float)
+    owners = iter(_innermost(parts))
+    owner = next(owners)
+    reached = min((start for start, _ in busy), default=0.0)
+    for start, end in sorted(busy):
+        while reached < start:  # a gap, cut where the owner changes
+            while owner[1] <= reached:
+                owner = next(owners)
+            cut = min(start, owner[1])
+            idle[owner[2]] += cut - reached
+            reached = cut
+        reached = max(reached, end)
+    return dict(idle)
+
+
+def _innermost(parts: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
+    """All time, cut into pieces that belong to one part each; parts lie within each other or apart."""
+    parts = [part for part in parts if part[0] < part[1]]
+    turns = sorted([(start, 1, -end, name) for start, end, name in parts] + [(end, 0, 0.0, "") for _, end, _ in parts])
+    names, reached = ["elsewhere"], -math.inf
+    for time_, begins, _, name in turns:
+        yield reached, time_, names[-1]
+        reached = time_
+        if begins:
+            names.append(name)
+        else:
+            names.pop()
+    yield reached, math.inf, names[-1]
 
 
 def _short(kernel: str) -> str:
