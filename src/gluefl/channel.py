@@ -42,8 +42,8 @@ class Channel(Protocol):
         """The client finished this download."""
         ...
 
-    def receive(self, header: wire.Header, body: wire.Body) -> tuple[wire.Body, int]:
-        """What arrives of an upload, and its bytes."""
+    def receive(self, header: wire.Header, body: wire.Body) -> wire.Body:
+        """What arrives of an upload; its length is `wire.measure(body)`."""
         ...
 
 
@@ -62,9 +62,9 @@ class Measured:
     def deliver(self, client: int, parcel: Parcel) -> None:
         """Nothing to do: the ledger knows."""
 
-    def receive(self, header: wire.Header, body: wire.Body) -> tuple[wire.Body, int]:
+    def receive(self, header: wire.Header, body: wire.Body) -> wire.Body:
         """The upload as it is."""
-        return body, wire.measure(body)
+        return body
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ class Encoded:
         )
         self.replicas[client] = held.apply(header, body)
 
-    def receive(self, header: wire.Header, body: wire.Body) -> tuple[wire.Body, int]:
+    def receive(self, header: wire.Header, body: wire.Body) -> wire.Body:
         """Encode as the client does, decode as the server does."""
         data = wire.encode(header, wire.encode_body(body), self.layout.size, self.layout.statistics_size)
         if len(data) != wire.measure(body):
             raise GlueFLError(f"a message was measured as {wire.measure(body)} bytes and has {len(data)}")
         known = wire.Shared(body.shared.mask.cpu())  # messages are read on a CPU, wherever the model is
         received = wire.decode(data, self._expected(wire.UPLOAD, known))[1]
-        return _on(body.statistics.device, received, body.shared), len(data)
+        return _on(body.statistics.device, received, body.shared)
 
     def _expected(self, kind: int, shared: wire.Shared | None) -> wire.Expected:
         layout = self.layout

@@ -110,15 +110,16 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     used = [first_arrivals(f, group, groups, trips, round) for group in groups]
 
     # Clients: train, mask and compress.
-    uploads, up_bytes = collect(f, state, groups, used, shared, round)
+    uploads, sent = collect(f, state, groups, used, shared, round)
 
     # Server: aggregate; statistics are the plain mean of the used clients.
     aggregated = aggregate(f, state, uploads, round)
+    up_bytes = {client: wire.measure(body) for client, body in sent.items()}  # the encoding went on meanwhile
 
     # Server: publish the next version and update the sticky group.
     trips |= {
-        client: f.devices.trip(client, clock_s, parcels[client].size_bytes, sent, f.engine.work(client))
-        for client, sent in up_bytes.items()
+        client: f.devices.trip(client, clock_s, parcels[client].size_bytes, size_bytes, f.engine.work(client))
+        for client, size_bytes in up_bytes.items()
     }
     played = Played(round, clock_s, groups, parcels, trips, uploads, up_bytes, expected, shared, aggregated.update)
     line = record(f, state, played)
@@ -212,24 +213,25 @@ def collect(
     used: Sequence[Sequence[int]],
     shared: wire.Shared,
     round: int,
-) -> tuple[list[Upload], dict[int, int]]:
-    """Train the used clients and receive what they send: uploads in the order of the clients, and their bytes."""
+) -> tuple[list[Upload], dict[int, wire.Body]]:
+    """Train the used clients and receive what they send: uploads and their bodies, in the order of the clients."""
     nominal = {client: w for group in groups for client, w in zip(group.clients, group.weights)}
     settled = {client: w for group, some in zip(groups, used) for client, w in group.settled(some).items()}
-    sent = {}
+    outcomes, sent = [], {}
     frozen = f.strategy.frozen(shared.mask)
     for outcome in f.engine.train(state.weights, state.statistics, sorted(settled), round, frozen):
-        task = Task(round, shared.mask, nominal[outcome.client], f.space)
-        residual = f.residuals.get(outcome.client, f.space.device)
-        update, residual = f.strategy.compress(outcome.delta, task, residual)
+        client = outcome.client
+        task = Task(round, shared.mask, nominal[client], f.space)
+        update, residual = f.strategy.compress(outcome.delta, task, f.residuals.get(client, f.space.device))
         if residual is not None:
-            f.residuals[outcome.client] = residual
-        sent[outcome.client] = outcome, wire.Body(update, outcome.statistics, shared, sends_mask=False)
-    # Now that all is started on the device: the first look at what came of it.
-    losses = losses_of([outcome for outcome, _ in sent.values()], round)
-    wire.encode_positions([body for _, body in sent.values()])
-    uploads, up_bytes = [], {}
-    for client, (_, body) in sorted(sent.items()):
+            f.residuals[client] = residual
+        outcomes.append(outcome)
+        sent[client] = wire.Body(update, outcome.statistics, shared, sends_mask=False)
+    # Only now, when all is started, does anybody wait for a GPU.
+    wire.encode_positions([*sent.values()])
+    losses = losses_of(outcomes, round)
+    uploads = []
+    for client, body in sorted(sent.items()):
         header = wire.Header(
             kind=wire.UPLOAD,
             run=f.run,
@@ -241,9 +243,9 @@ def collect(
             loss=losses[client],
             samples=f.engine.work(client),
         )
-        received, up_bytes[client] = f.channel.receive(header, body)
+        received = f.channel.receive(header, body)
         uploads.append(Upload(client, settled[client], received.update, received.statistics, header.loss))
-    return uploads, up_bytes
+    return uploads, dict(sorted(sent.items()))
 
 
 def losses_of(outcomes: Sequence[Outcome], round: int) -> dict[int, float]:

@@ -142,8 +142,10 @@ def watched(federation: Federation, watch: Stopwatch) -> Iterator[Federation]:
         "residuals": seen(federation.residuals, get="residuals", __setitem__="residuals"),
     }
     steps: dict[str, Any] = {name: watch.around(part, getattr(round_module, name)) for name, part in STEPS.items()}
-    encode = watch.around("encoding of positions", wire.encode_positions)
-    with patch.multiple(round_module, **steps), patch.object(wire, "encode_positions", encode):
+    encoding: dict[str, Any] = {
+        name: watch.around("encoding of positions", getattr(wire, name)) for name in ("encode_positions", "measure")
+    }
+    with patch.multiple(round_module, **steps), patch.multiple(wire, **encoding):
         yield replace(federation, **parts)
 
 

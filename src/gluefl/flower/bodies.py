@@ -54,6 +54,6 @@ class Bodies:
     def deliver(self, client: int, parcel: Parcel) -> None:
         """Flower does."""
 
-    def receive(self, header: wire.Header, body: wire.Body) -> tuple[wire.Body, int]:
+    def receive(self, header: wire.Header, body: wire.Body) -> wire.Body:
         """Replies are read elsewhere."""
         raise GlueFLError("uploads of a federation arrive as Flower messages")

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +68,8 @@ class Shared:
     @cached_property
     def packed(self) -> Packed:
         """The mask, encoded."""
-        return pack(self.mask)
+        started: Future[Packed] | None = vars(self).get("started")
+        return started.result() if started else pack(self.mask)
 
     @cached_property
     def outside(self) -> Tensor:
@@ -94,25 +94,23 @@ class Body:
     @cached_property
     def positions(self) -> tuple[int, Packed]:
         """Them, encoded."""
-        return _encode_positions(self)
+        started: Future[tuple[int, Packed]] | None = vars(self).get("started")
+        return started.result() if started else _encode_positions(self)
 
 
 def encode_positions(bodies: Sequence[Body]) -> None:
-    """Encode the positions of bodies that share one mask, on all cores."""
+    """Start to encode the positions of bodies that share one mask, on all cores: who asks for them waits for them."""
     if not bodies:
         return
-    shared, under_way = bodies[0].shared, list[tuple[Shared | Body, str, Future[Any]]]()
+    shared = bodies[0].shared
     if "packed" not in vars(shared):
-        under_way.append((shared, "packed", beside(squeeze, lay_out(shared.mask, count_true(shared.mask)))))
+        vars(shared)["started"] = beside(squeeze, lay_out(shared.mask, count_true(shared.mask)))
     if shared.mask.is_cuda:
         lay_out_together(bodies)
     elif count_true(shared.mask):
         _ = shared.outside  # before several threads ask for it at once
     for body in bodies:
-        under_way.append((body, "positions", beside(_encode_positions, body)))
-    # Not by asking every body for `positions` in a thread: before Python 3.12 a cached property has one lock for all.
-    for owner, name, encoded in under_way:
-        vars(owner)[name] = encoded.result()
+        vars(body)["started"] = beside(_encode_positions, body)
 
 
 def _encode_positions(body: Body) -> tuple[int, Packed]:
