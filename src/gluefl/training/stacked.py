@@ -284,11 +284,12 @@ def _in(dtype: torch.dtype, inputs: Tensor) -> Tensor:
 
 def _gather(jobs: Sequence[Job], steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The batches of all clients: (clients, steps, batch, …). One that trains for fewer steps repeats its last."""
-    inputs, labels = [], []
-    for job in jobs:
-        order = job.batches.to(device)
-        if len(order) < steps:
-            order = torch.cat([order, order[-1:].expand(steps - len(order), -1)])
-        inputs.append(job.samples.inputs[order])
-        labels.append(job.samples.labels[order])
-    return torch.stack(inputs), torch.stack(labels)
+    # One copy to the device for all of them.
+    orders = torch.stack([_lengthened(job.batches, steps) for job in jobs]).to(device)
+    inputs = torch.stack([job.samples.inputs[order] for job, order in zip(jobs, orders)])
+    return inputs, torch.stack([job.samples.labels[order] for job, order in zip(jobs, orders)])
+
+
+def _lengthened(batches: Tensor, steps: int) -> Tensor:
+    missing = steps - len(batches)
+    return torch.cat([batches, batches[-1:].expand(missing, -1)]) if missing else batches
