@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ def gluefl_round(
 
 
 def alternate(
-    rounds_of: dict[str, Callable[[np.random.Generator], None]], rounds: int, device: str, cores: int
+    rounds_of: Mapping[str, Callable[[np.random.Generator], None]], rounds: int, device: str, cores: int
 ) -> dict[str, list[float]]:
     """Run the candidates in turns, so that what disturbs the machine disturbs all of them; two rounds warm up."""
     clock = time.process_time if cores == 1 and device == "cpu" else time.perf_counter
