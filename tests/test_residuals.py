@@ -91,11 +91,11 @@ def test_a_crash_before_the_first_checkpoint_leaves_nothing(tmp_path) -> None:
 def test_a_closed_store_writes_no_more_even_after_a_failure(tmp_path, monkeypatch, fails) -> None:
     write = residuals._write
 
-    def slowly(path, offset, scale, vector) -> None:
+    def slowly(path, offset, *rest) -> None:
         time.sleep(0.05)
         if fails and not offset:
             raise OSError("the disk is full")
-        write(path, offset, scale, vector)
+        write(path, offset, *rest)
 
     monkeypatch.setattr(residuals, "_write", slowly)
     store = Residuals(SIZE, tmp_path, 0)
@@ -188,7 +188,9 @@ def test_a_store_is_a_map_over_gpu_ram_and_disk(steps, on_device, in_memory) -> 
     for version, (client, writes) in enumerate(steps):
         if writes:
             plain[client] = vector(client, version)
-            store[client] = plain[client].cuda()
+            there = plain[client].cuda()
+            torch.cuda._sleep(1_000_000)  # whatever does not wait for copies, and should, now reads too early
+            store[client] = there + 0
         found = store.get(client, "cuda")
         assert (found is None) == (client not in plain)
         if found is not None:

@@ -51,6 +51,8 @@ class Residuals:
         self._unsaved: set[int] = set()
         self._offsets: dict[int, int] = {}
         self._generation, self._length = 0, 0
+        # Copies between a GPU and RAM are not waited for, a round would stand still: this is when the last one is done.
+        self._started: torch.cuda.Event | None = None
 
     @property
     def record_bytes(self) -> int:
@@ -73,7 +75,7 @@ class Residuals:
         tier.move_to_end(client)
         scale, vector = tier[client]
         # Places in RAM are used again, so what lies there is copied.
-        found = vector.to(device=device, dtype=torch.float32, copy=tier is self._vectors)
+        found = self._copied(vector, device) if tier is self._vectors else vector.to(device, torch.float32)
         self._spill()
         return found * scale if self.half else found
 
@@ -156,7 +158,7 @@ class Residuals:
         self.folder.mkdir(parents=True, exist_ok=True)
         if len(self._writing) >= WRITES:
             self._writing.popleft().result()
-        self._writing.append(beside(_write, self._path, self._length, scale, vector))
+        self._writing.append(beside(_write, self._path, self._length, scale, vector, self._started))
         self._offsets[client] = self._length
         self._length += self.record_bytes
 
@@ -214,7 +216,31 @@ class Residuals:
         else:
             self._free += _places(self.size, vector)
             place = self._free.pop()
+        if vector.is_cuda:
+            place.copy_(vector, non_blocking=True)
+            self._started = _event()
+            return place
+        self._wait()  # a copy to the device may still read what was there
         return place.copy_(vector)
+
+    def _copied(self, vector: Tensor, device: torch.device | str) -> Tensor:
+        if torch.device(device).type != "cuda":
+            self._wait()
+            return vector.to(device, torch.float32, copy=True)
+        found = vector.to(device, non_blocking=True).float()
+        self._started = _event()
+        return found
+
+    def _wait(self) -> None:
+        if self._started is not None:
+            self._started.synchronize()
+            self._started = None
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def room_on(device: torch.device, wanted_bytes: int | None = None) -> int:
@@ -235,7 +261,9 @@ def _places(size: int, like: Tensor) -> list[Tensor]:
     return list(room.view(count, size))
 
 
-def _write(path: Path, offset: int, scale: float, vector: Tensor) -> None:
+def _write(path: Path, offset: int, scale: float, vector: Tensor, started: "torch.cuda.Event | None") -> None:
+    if started is not None:
+        started.synchronize()
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.seek(offset)
         for part in (np.array([scale], np.float64), vector.cpu().numpy()):

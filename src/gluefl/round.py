@@ -250,8 +250,10 @@ def collect(
 
 def losses_of(outcomes: Sequence[Outcome], round: int) -> dict[int, float]:
     """The losses, all asked for at once; one that is no number ends the run."""
-    values = [torch.as_tensor(outcome.loss, dtype=torch.float64) for outcome in outcomes]
-    losses = dict(zip((outcome.client for outcome in outcomes), torch.stack(values).tolist() if values else ()))
+    found = [outcome.loss for outcome in outcomes]
+    tensors = [loss for loss in found if isinstance(loss, Tensor)]
+    values = torch.stack(tensors).tolist() if tensors else found
+    losses = {outcome.client: value for outcome, value in zip(outcomes, values)}
     for client, loss in losses.items():
         if not math.isfinite(loss):
             raise GlueFLError(f"round {round}: the loss of client {client} is {loss}. {DIVERGED}")
