@@ -16,9 +16,11 @@ ROWS, COLS = 64, 32  # the tile of a program
 @triton.jit(do_not_specialize=[*PIXELS_OF, "weight_stride"])
 def _depthwise_kernel(
     x, weight, y, weight_stride, channels, height, width, out_height, out_width, rows, stride, padding, dilation,
-    BACK: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
+    BACK: tl.constexpr, MIRRORED: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Every channel by itself. `BACK` goes from the gradient of the output to that of the input."""
+    """Every channel by itself. `BACK` goes from the gradient of the output to that of the input; `MIRRORED` takes the
+    taps from the last to the first."""
     client = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -41,7 +43,8 @@ def _depthwise_kernel(
             inside = inside & (from_y < height) & (from_x < width) & (row < rows)
             at = ((sample * height + from_y) * width + from_x).to(tl.int64) * channels
             value = tl.load(x + at[:, None] + cols[None, :], mask=inside[:, None] & ok[None, :], other=0.0)
-            factor = tl.load(weight + client * weight_stride + cols * (KH * KW) + ky * KW + kx, mask=ok, other=0.0)
+            tap = (KH - 1 - ky) * KW + KW - 1 - kx if MIRRORED else ky * KW + kx
+            factor = tl.load(weight + client * weight_stride + cols * (KH * KW) + tap, mask=ok, other=0.0)
             total += value.to(ACC) * factor[None, :].to(ACC)
     at_y = (client * rows + row)[:, None] * channels + cols[None, :]
     tl.store(y + at_y, total, mask=(row < rows)[:, None] & ok[None, :])
@@ -113,8 +116,11 @@ class Depthwise(torch.autograd.Function):
 
 def _run_depthwise(x: Tensor, weight: Tensor, y: Tensor, stride: int, padding: int, dilation: int, back: bool) -> None:
     clients, batch, height, width, channels = x.shape
-    rows = batch * y.shape[2] * y.shape[3]
+    rows, (kh, kw) = batch * y.shape[2] * y.shape[3], weight.shape[-2:]
+    mirrored = back and stride == 1 and kh == kw  # a convolution with the taps in reverse: nothing to divide
+    if mirrored:
+        padding = dilation * (kh - 1) - padding
     _depthwise_kernel[(triton.cdiv(rows, ROWS), triton.cdiv(channels, COLS), clients)](
         x, weight, y, weight.stride(0), channels, height, width, y.shape[2], y.shape[3], rows, stride, padding,
-        dilation, BACK=back, KH=weight.shape[-2], KW=weight.shape[-1], ROWS=ROWS, COLS=COLS, ACC=wide(x.dtype),
+        dilation, BACK=back and not mirrored, MIRRORED=mirrored, KH=kh, KW=kw, ROWS=ROWS, COLS=COLS, ACC=wide(x.dtype),
     )  # fmt: skip
