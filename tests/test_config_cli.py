@@ -389,7 +389,7 @@ def test_a_run_goes_on_to_a_later_end(config, tmp_path) -> None:
         (["--set", "model.name=mpl"], 2, "did you mean 'mlp'"),
         (["--set", "model.depth=3"], 2, "no option 'depth'"),
         (["--set", "population.path=nowhere.npz"], 1, "nowhere.npz"),
-        (["--set", "training.lr=1e30"], 1, "diverged"),
+        (["--set", "training.lr=1e30"], 1, "the loss of client"),
         (["--device", "cuda:99"], 2, "cannot be used here"),
         (["--set", "training.trainer=magic"], 2, "'magic' is unknown"),
         (["--seed", "-1"], 2, "seed: input should be greater than or equal to 0"),

@@ -15,7 +15,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BLOCK = 64  # positions; several blocks are few enough for the interpreter
+# Positions of a block: the usual number where a GPU can do it, and so few that the interpreter can do several.
+BLOCKS = (64, 4096) if DEVICE.type == "cuda" else (64,)
 
 VALUES = {
     "all different": lambda rng, size: rng.standard_normal(size),
@@ -26,10 +27,11 @@ VALUES = {
 }
 
 
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("among", [False, True])
 @pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize("size", [1, 63, 300])
-def test_the_largest_are_those_of_numpy(size, kind, among) -> None:
+@pytest.mark.parametrize("size", [1, 63, 300, pytest.param(100_003, marks=pytest.mark.gpu)])
+def test_the_largest_are_those_of_numpy(size, kind, among, block) -> None:
     from gluefl.kernels.largest import largest
 
     rng = np.random.default_rng(size)
@@ -40,7 +42,7 @@ def test_the_largest_are_those_of_numpy(size, kind, among) -> None:
     bits[~eligible] = -1
     for keep, start, round in ((0, 0, 1), (1, 0, 1), (size // 5, 12_345, 7), (size // 2, 1, 400_000), (size + 2, 0, 2)):
         found = largest(
-            values.to(DEVICE), keep, start, _salt(round), eligible.to(DEVICE) if among else None, block=BLOCK
+            values.to(DEVICE), keep, start, _salt(round), eligible.to(DEVICE) if among else None, block=block
         )
         assert torch.equal(found.cpu(), _top(bits, keep, round, start)), (keep, start, round)
 
@@ -55,7 +57,7 @@ def test_gaps_are_those_of_numpy(size, present, known) -> None:
     masks = torch.from_numpy(rng.random((5, size)) < np.array([[0.0], [0.0005], [0.05], [0.6], [1.0]]))
     masks[2, size // 3 :] = False
     beside = torch.from_numpy(rng.random(size) < 0.3) if known else torch.zeros(size, dtype=torch.bool)
-    block = BLOCK if size < 1000 else 8192  # so that gaps of two and three bytes occur, in a block and between two
+    block = BLOCKS[-1] if size < 1000 else 8192  # so that gaps of two and three bytes occur, in a block and between two
     data, lengths = gaps(masks.to(DEVICE), beside.to(DEVICE) if known else None, present, block=block)
     ends = np.cumsum(lengths)
     for row, end, length in zip(masks, ends, lengths):
@@ -70,7 +72,7 @@ def test_positions_are_counted(size) -> None:
 
     rng = np.random.default_rng(size)
     masks, known = torch.from_numpy(rng.random((3, size)) < 0.4), torch.from_numpy(rng.random(size) < 0.3)
-    found = counts(masks.to(DEVICE), known.to(DEVICE), block=BLOCK)
+    found = counts(masks.to(DEVICE), known.to(DEVICE), block=BLOCKS[-1])
     assert found == (masks.sum(1).tolist(), (masks & known).sum(1).tolist())
 
 
@@ -86,3 +88,13 @@ def test_a_part_is_added_bit_for_bit(weight) -> None:
     assert torch.equal(found.cpu().isnan(), expected.isnan())  # which NaN it is may differ
     number = ~expected.isnan()
     assert torch.equal(found.cpu()[number].view(torch.int32), expected[number].view(torch.int32))
+
+
+@pytest.mark.gpu
+def test_far_apart_positions_have_long_gaps() -> None:
+    from gluefl.kernels.gaps import gaps
+
+    mask = torch.zeros(1, 9_000_000, dtype=torch.bool)
+    mask[0, [3, 130, 20_000, 2_200_000, 8_999_999]] = True  # one to four bytes
+    data, (length,) = gaps(mask.to(DEVICE), None, present=True)
+    assert data.cpu().numpy().tobytes() == positions._gaps(mask[0]) and length == 13

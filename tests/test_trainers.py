@@ -131,6 +131,20 @@ def test_dense_with_the_plain_step():
     compare(Dense, "mlp", torch.float32, CPU, PLAIN, frozen=False, uneven=True)
 
 
+def test_a_stack_trains_all_parts_whether_somebody_evaluated_or_not():
+    norm = torch.nn.BatchNorm1d(784)
+    module = torch.nn.Sequential(torch.nn.Flatten(), norm, torch.nn.Linear(784, 10)).double()
+    norm.eval()  # a part of it, and not the module
+    layout = Layout.of(module, torch.float64)
+    work = jobs(PLAIN, 28, torch.float64, CPU, uneven=False)
+    stacked = Stacked(module, layout, lambda x: x, cross_entropy)
+    arguments = (*layout.flatten(module), work, PLAIN, 0.01, None)
+    before = list(stacked.train(*arguments))
+    module.eval()
+    for a, b in zip(before, stacked.train(*arguments)):
+        assert torch.equal(a.delta, b.delta)
+
+
 def test_dense_takes_any_loss():
     def squares(outputs, labels):
         return (outputs - torch.nn.functional.one_hot(labels, 10)).square().mean()

@@ -367,24 +367,36 @@ def test_no_bitmap_is_made_where_it_would_not_be_sent(density) -> None:
     assert laid_out.bitmap is None and positions.squeeze(laid_out) == positions.squeeze(with_bitmap)
 
 
-@given(
-    st.integers(1, 60), st.lists(st.sampled_from(["with", "without", "all", "none"]), max_size=6), st.integers(0, 99)
-)
+KINDS = ["with", "without", "all", "none"]
+
+
+@given(st.integers(1, 60), st.lists(st.sampled_from(KINDS), max_size=6), st.integers(0, 99))
 def test_bodies_are_laid_out_together_as_one_by_one(size, kinds, seed) -> None:
+    laid_out_alike(size, kinds, seed, 0.3, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [9, 5000, 50_001])
+@pytest.mark.parametrize("density", [0.01, 0.3, 0.95])
+def test_bodies_are_laid_out_on_a_gpu_as_one_by_one(size, density) -> None:
+    laid_out_alike(size, 2 * KINDS, 5, density, "cuda")
+
+
+def laid_out_alike(size, kinds, seed, density, device) -> None:
     rng = np.random.default_rng(seed)
-    shared = wire.Shared(torch.from_numpy(rng.random(size) < 0.4))
+    known = torch.from_numpy(rng.random(size) < 0.4)
     vector = torch.from_numpy(rng.standard_normal(size).astype(np.float32))
 
-    def bodies() -> list[wire.Body]:
-        made = []
+    def bodies(where) -> list[wire.Body]:
+        made, shared, there = [], wire.Shared(known.to(where)), vector.to(where)
         for number, kind in enumerate(kinds):
-            mask = torch.from_numpy(np.random.default_rng([seed, number]).random(size) < 0.3)
-            mask = {"with": mask | shared.mask, "without": mask, "all": mask | True, "none": mask & False}[kind]
-            update = Sparse.view(mask, vector) if number % 2 else Sparse.where(mask, vector)
-            made.append(wire.Body(update, vector[:2], shared, sends_mask=number % 3 == 0))
+            mask = torch.from_numpy(np.random.default_rng([seed, number]).random(size) < density)
+            mask = {"with": mask | known, "without": mask, "all": mask | True, "none": mask & False}[kind].to(where)
+            update = Sparse.view(mask, there) if number % 2 else Sparse.where(mask, there)
+            made.append(wire.Body(update, there[:2], shared, sends_mask=number % 3 == 0))
         return made
 
-    one_by_one, together = bodies(), bodies()
+    one_by_one, together = bodies("cpu"), bodies(device)
     wire.lay_out_together(together)
     for a, b in zip(one_by_one, together):
         assert a.laid_out == b.laid_out

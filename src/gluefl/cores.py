@@ -22,7 +22,10 @@ def beside(function: Callable[..., T], *arguments: Any) -> "Future[T]":
     if available() > 1:
         return _pool().submit(function, *arguments)
     done: Future[T] = Future()
-    done.set_result(function(*arguments))
+    try:
+        done.set_result(function(*arguments))
+    except Exception as error:  # raised where the result is asked for, as on many cores
+        done.set_exception(error)
     return done
 
 

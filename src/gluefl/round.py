@@ -123,11 +123,11 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     }
     played = Played(round, clock_s, groups, parcels, trips, uploads, up_bytes, expected, shared, aggregated.update)
     line = record(f, state, played)
+    check_finite(aggregated, round)
     holders = [c for c, trip in trips.items() if trip.downloaded and c not in line.stopped]
     for client in holders:
         f.channel.deliver(client, parcels[client])
     unused = [client for client in holders if client not in up_bytes]  # who never got so far had nothing to send
-    check_finite(aggregated, round)
     return publish(f, state, round, line.clock_s, aggregated, holders, up_bytes, unused), line
 
 
@@ -217,19 +217,21 @@ def collect(
     """Train the used clients and receive what they send: uploads and their bodies, in the order of the clients."""
     nominal = {client: w for group in groups for client, w in zip(group.clients, group.weights)}
     settled = {client: w for group, some in zip(groups, used) for client, w in group.settled(some).items()}
-    outcomes, sent = [], {}
+    losses: dict[int, float | Tensor] = {}
+    sent = {}
     frozen = f.strategy.frozen(shared.mask)
     for outcome in f.engine.train(state.weights, state.statistics, sorted(settled), round, frozen):
-        client = outcome.client
+        client, losses[outcome.client] = outcome.client, outcome.loss
+        if isinstance(outcome.loss, float):
+            check_loss(outcome.loss, client, round)
         task = Task(round, shared.mask, nominal[client], f.space)
         update, residual = f.strategy.compress(outcome.delta, task, f.residuals.get(client, f.space.device))
         if residual is not None:
             f.residuals[client] = residual
-        outcomes.append(outcome)
         sent[client] = wire.Body(update, outcome.statistics, shared, sends_mask=False)
     # Only now, when all is started, does anybody wait for a GPU.
     wire.encode_positions([*sent.values()])
-    losses = losses_of(outcomes, round)
+    known = asked(losses, round)
     uploads = []
     for client, body in sorted(sent.items()):
         header = wire.Header(
@@ -240,7 +242,7 @@ def collect(
             base=state.ledger.version,
             version=state.ledger.version,
             weight=nominal[client],
-            loss=losses[client],
+            loss=known[client],
             samples=f.engine.work(client),
         )
         received = f.channel.receive(header, body)
@@ -248,16 +250,19 @@ def collect(
     return uploads, dict(sorted(sent.items()))
 
 
-def losses_of(outcomes: Sequence[Outcome], round: int) -> dict[int, float]:
-    """The losses, all asked for at once; one that is no number ends the run."""
-    found = [outcome.loss for outcome in outcomes]
-    tensors = [loss for loss in found if isinstance(loss, Tensor)]
-    values = torch.stack(tensors).tolist() if tensors else found
-    losses = {outcome.client: value for outcome, value in zip(outcomes, values)}
-    for client, loss in losses.items():
-        if not math.isfinite(loss):
-            raise GlueFLError(f"round {round}: the loss of client {client} is {loss}. {DIVERGED}")
-    return losses
+def asked(losses: Mapping[int, float | Tensor], round: int) -> dict[int, float]:
+    """The losses as numbers: what is still on a device is asked for all at once."""
+    tensors = {client: loss for client, loss in losses.items() if isinstance(loss, Tensor)}
+    answers = dict(zip(tensors, torch.stack([*tensors.values()]).tolist())) if tensors else {}
+    for client, loss in answers.items():
+        check_loss(loss, client, round)
+    return {client: answers[client] if isinstance(loss, Tensor) else loss for client, loss in losses.items()}
+
+
+def check_loss(loss: float, client: int, round: int) -> None:
+    """A loss that is no number ends the run."""
+    if not math.isfinite(loss):
+        raise GlueFLError(f"round {round}: the loss of client {client} is {loss}. {DIVERGED}")
 
 
 @dataclass(frozen=True)

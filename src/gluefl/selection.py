@@ -90,8 +90,9 @@ class Sparse:
     def mask(self) -> Tensor:
         """The positions as booleans; not to be written to."""
         if self._mask is None:
-            self._mask = torch.zeros(self.size, dtype=torch.bool, device=self.positions.device)
-            self._mask[self.positions] = True
+            mask = torch.zeros(self.size, dtype=torch.bool, device=self.positions.device)
+            mask[self.positions] = True
+            self._mask = mask  # not before it is filled: another thread may be asking
         return self._mask
 
     def dense(self) -> Tensor:

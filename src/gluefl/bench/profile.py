@@ -178,7 +178,7 @@ def _kernels(f: Federation, state: State, rounds: int, settle: Callable[[], None
     idle = sorted(idle_by_part(busy, parts).items(), key=lambda part: -part[1])
     return {
         "kernels_ms": sum(k.self_device_time_total for k in kernels) / 1000 / rounds,
-        "launches": sum(k.count for k in kernels) / rounds,
+        "launches": sum(k.count for k in kernels if k.device_type.name == "CUDA") / rounds,
         "idle_ms": {part: us / 1000 / rounds for part, us in idle},
         "longest_kernels_ms": busy_ms,
     }

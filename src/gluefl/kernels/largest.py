@@ -104,7 +104,8 @@ def _ties_kernel(
 
 @triton.jit
 def _last_kernel(counts, found, ties, BLOCK: tl.constexpr):
-    """The last turn of a tie that is taken: by one program, ties are few."""
+    """The last turn of a tie that is taken. By one program: ties are few, and where nearly all are alike it takes some
+    milliseconds."""
     need = tl.load(found + 1)
     tied = tl.load(found + 2)
     begins = tl.zeros((), tl.uint32)

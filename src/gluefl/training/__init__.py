@@ -66,7 +66,7 @@ class Outcome:
     client: int
     delta: Tensor
     statistics: Tensor
-    loss: float | Tensor  # a tensor, for all of a cohort or none, is one number: to make it a float is to wait for it
+    loss: float | Tensor  # a tensor is one number: to make it a float is to wait for it
 
 
 class Trainer(Protocol):

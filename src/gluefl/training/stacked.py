@@ -54,6 +54,9 @@ class Stacked:
     _stacks: dict[object, Stack] = field(default_factory=dict)
     _checked: bool = False
 
+    def __post_init__(self) -> None:
+        self.module.train()
+
     def train(
         self,
         weights: Tensor,
@@ -64,7 +67,7 @@ class Stacked:
         frozen: Tensor | None,
     ) -> Iterator[Outcome]:
         """In slices of as many clients as fit."""
-        if not self.module.training:  # it takes a millisecond to say so to every part of it
+        if not self.module.training:  # somebody evaluated; to say it to every part of a module takes a millisecond
             self.module.train()
         at = 0
         while at < len(jobs):
@@ -122,7 +125,7 @@ class Stacked:
         deltas = stack.weights - weights
         if self._many is not None:
             deltas = deltas[:, self._many.back]
-        losses = (stack.loss.double() / remaining.squeeze(1)).unbind()
+        losses = (stack.loss / remaining.squeeze(1)).unbind()
         after = stack.statistics.clone()
         return [Outcome(job.client, deltas[i], after[i], losses[i]) for i, job in enumerate(jobs)]
 
@@ -207,7 +210,8 @@ class Stacked:
 
     def _check(self, weights: Tensor, statistics: Tensor, inputs: Tensor, labels: Tensor) -> None:
         """Before anything is trained: do the kernels compile here, and does the forward pass treat every sample by
-        itself? One that does not would mix the clients. In float64, where right and wrong are far apart."""
+        itself? One that does not would mix the clients. In float64, where right and wrong are far apart, and once as
+        it will be trained: those are other kernels."""
         assert self._many is not None
         draw = torch.Generator(weights.device).manual_seed(0)
         noise = torch.randn(2, len(weights), generator=draw, device=weights.device, dtype=torch.float64)
@@ -217,6 +221,7 @@ class Stacked:
         expected = self._by_vmap(two, *others)
         try:
             gradient, (losses, after) = self._by_layers(two[:, self._many.order], *others)
+            self._by_layers(weights[self._many.order].expand(2, -1), statistics.expand(2, -1), *others[1:])
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:

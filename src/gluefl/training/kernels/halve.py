@@ -2,7 +2,7 @@
 
 Hopper's tensor cores take operands that lie across the depth of a product only in sixteen bits. A half has ten bits
 of mantissa, as TF32 has, but few exponents: every client's tensor is multiplied by the power of two that brings its
-largest value near the largest half, and the product by its inverse. Values 2^29 times smaller lose bits.
+largest value near the largest half, and the product by its inverse. Values 2^28 times smaller lose bits.
 """
 
 import torch
