@@ -247,7 +247,13 @@ def room_on(device: torch.device, wanted_bytes: int | None = None) -> int:
     """Bytes that residuals may take on a device: on a GPU those wanted, or a third of the free ones; elsewhere none."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.mem_get_info(device)[0]) // 3 if wanted_bytes is None else wanted_bytes
+    if wanted_bytes is not None:
+        return wanted_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(
+        device.index or 0
+    )  # not in old PyTorch
+    return min(free, int(share * total)) // 3
 
 
 def _places(size: int, like: Tensor) -> list[Tensor]:

@@ -43,13 +43,14 @@ def execute(
         _copy_done(runs, reuse)
     waiting = [run for run in runs if not is_done(run)]
     cores = _cores(device, jobs)
+    share = 1 / max(1, min(len(cores), len(waiting)))  # of a GPU's memory
     running: list[_Running] = []
     failure: str | None = None
     with _Progress(len(runs), len(runs) - len(waiting)) as progress, _signals() as stopped:
         try:
             while running or (waiting and not stopped and failure is None):
                 while waiting and cores and not stopped and failure is None:
-                    running.append(_start(waiting.pop(0), device, cores.pop(0), progress))
+                    running.append(_start(waiting.pop(0), device, cores.pop(0), share, progress))
                 if stopped:
                     for process in running:
                         process.stop()
@@ -110,11 +111,11 @@ class _Running:
         return f"the run {self.run.name} failed:\n{said or f'exit code {self.process.returncode}'}"
 
 
-def _start(run: Planned, device: str, core: str, progress: "_Progress") -> _Running:
+def _start(run: Planned, device: str, core: str, share: float, progress: "_Progress") -> _Running:
     (run.folder / FAILED).unlink(missing_ok=True)  # of another configuration
     words = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed when the run has ended
     process = subprocess.Popen(
-        [sys.executable, "-m", "gluefl.studies.worker", str(run.folder), device, core],
+        [sys.executable, "-m", "gluefl.studies.worker", str(run.folder), device, core, str(share)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=words,

@@ -1,6 +1,6 @@
 """One run of a study in a process of its own, on cores of its own; the configuration comes on standard input.
 
-`python -m gluefl.studies.worker FOLDER DEVICE CORES`, with CORES as in `0,4,8`.
+`python -m gluefl.studies.worker FOLDER DEVICE CORES SHARE`, with CORES as in `0,4,8` and SHARE of the memory of a GPU.
 """
 
 import os
@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 
-def main(folder: str, device: str, cores: str) -> int:
+def main(folder: str, device: str, cores: str, share: str) -> int:
     """Run or go on; a run that is done keeps no checkpoint, which may be many times its other files."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})  # before torch counts them
@@ -18,6 +18,7 @@ def main(folder: str, device: str, cores: str) -> int:
     from gluefl.errors import GlueFLError
     from gluefl.lab import run
 
+    _limit(device, float(share))
     try:
         config = validated(tomllib.loads(sys.stdin.read()))
         run(config, Path(folder), device, resume=True, checkpoint_at_end=False)
@@ -26,6 +27,14 @@ def main(folder: str, device: str, cores: str) -> int:
         return error.exit_code
     shutil.rmtree(Path(folder) / "checkpoint", ignore_errors=True)
     return 0
+
+
+def _limit(device: str, share: float) -> None:
+    """Runs that share a GPU start at the same time, and each would find all of its memory free."""
+    import torch
+
+    if device.startswith("cuda") and torch.cuda.is_available() and share < 1:
+        torch.cuda.set_per_process_memory_fraction(share, torch.device(device).index or 0)
 
 
 if __name__ == "__main__":
