@@ -8,19 +8,21 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gluefl.training.kernels.shapes import PIXELS_OF, out_size, wide
+from gluefl.training.kernels.shapes import PIXELS_OF, in_units, out_size, wide
 
-ROWS, COLS = 64, 32  # the tile of a program
+ROWS, COLS = 32, 32  # the tile of a program
+DEEP = 64  # rows that are added up at a time
 
 
 @triton.jit(do_not_specialize=[*PIXELS_OF, "weight_stride"])
 def _depthwise_kernel(
-    x, weight, y, weight_stride, channels, height, width, out_height, out_width, rows, stride, padding, dilation,
-    BACK: tl.constexpr, MIRRORED: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, ACC: tl.constexpr,
+    x, weight, y, weight_stride, height, width, out_height, out_width, rows, stride, padding, dilation, units,
+    UNIT: tl.constexpr, BACK: tl.constexpr, MIRRORED: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Every channel by itself. `BACK` goes from the gradient of the output to that of the input; `MIRRORED` takes the
     taps from the last to the first."""
+    channels = units * UNIT
     client = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -52,9 +54,10 @@ def _depthwise_kernel(
 
 @triton.jit(do_not_specialize=PIXELS_OF)
 def _depthwise_weight_kernel(
-    x, dy, d_weight, channels, height, width, out_height, out_width, rows, stride, padding, dilation,
-    KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
+    x, dy, d_weight, height, width, out_height, out_width, rows, stride, padding, dilation, units,
+    UNIT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    channels = units * UNIT
     client = tl.program_id(2).to(tl.int64)
     tap = tl.program_id(0)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -108,8 +111,8 @@ class Depthwise(torch.autograd.Function):
         d_weight = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
         rows = batch * dy.shape[2] * dy.shape[3]
         _depthwise_weight_kernel[(kh * kw, triton.cdiv(channels, COLS), clients)](
-            x, dy, d_weight, channels, height, width, dy.shape[2], dy.shape[3], rows, stride, padding, dilation,
-            KH=kh, KW=kw, ROWS=ROWS, COLS=COLS, ACC=wide(x.dtype),
+            x, dy, d_weight, height, width, dy.shape[2], dy.shape[3], rows, stride, padding, dilation,
+            **in_units(channels), KH=kh, KW=kw, ROWS=DEEP, COLS=COLS, ACC=wide(x.dtype),
         )  # fmt: skip
         return dx, d_weight, None, None, None
 
@@ -121,6 +124,7 @@ def _run_depthwise(x: Tensor, weight: Tensor, y: Tensor, stride: int, padding: i
     if mirrored:
         padding = dilation * (kh - 1) - padding
     _depthwise_kernel[(triton.cdiv(rows, ROWS), triton.cdiv(channels, COLS), clients)](
-        x, weight, y, weight.stride(0), channels, height, width, y.shape[2], y.shape[3], rows, stride, padding,
-        dilation, BACK=back and not mirrored, MIRRORED=mirrored, KH=kh, KW=kw, ROWS=ROWS, COLS=COLS, ACC=wide(x.dtype),
+        x, weight, y, weight.stride(0), height, width, y.shape[2], y.shape[3], rows, stride, padding,
+        dilation, **in_units(channels), BACK=back and not mirrored, MIRRORED=mirrored, KH=kh, KW=kw, ROWS=ROWS,
+        COLS=COLS, ACC=wide(x.dtype),
     )  # fmt: skip

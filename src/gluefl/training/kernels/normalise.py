@@ -8,17 +8,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gluefl.training.kernels.shapes import PROGRAMS, ROWS_OF, wide
+from gluefl.training.kernels.shapes import PROGRAMS, ROWS_OF, in_units, wide
 
 TILE = 4096  # entries a program holds at a time
 
 
 @triton.jit(do_not_specialize=ROWS_OF)
 def _moments_kernel(
-    x, parts, rows_total, channels, rows_each, splits,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
+    x, parts, rows_total, units, rows_each, splits,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Mean and sum of squared deviations of some rows, tile by tile (Chan's formula: nothing cancels)."""
+    channels = units * UNIT
     client, split = tl.program_id(2).to(tl.int64), tl.program_id(0)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     first = split * rows_each
@@ -46,9 +47,10 @@ def _moments_kernel(
 @triton.jit(do_not_specialize=[*ROWS_OF, "weight_stride", "running_stride"])
 def _normalise_kernel(
     x, y, parts, saved, weight, bias, weight_stride, running_mean, running_var, running_stride,
-    rows_total, channels, rows_each, splits, MOMENTUM: tl.constexpr, EPS: tl.constexpr, TRACK: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
+    rows_total, units, rows_each, splits, MOMENTUM: tl.constexpr, EPS: tl.constexpr, TRACK: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    channels = units * UNIT
     client, split = tl.program_id(2).to(tl.int64), tl.program_id(0)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     ok = cols < channels
@@ -88,9 +90,10 @@ def _normalise_kernel(
 
 @triton.jit(do_not_specialize=ROWS_OF)
 def _normalise_sums_kernel(
-    x, dy, saved, parts, rows_total, channels, rows_each, splits,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
+    x, dy, saved, parts, rows_total, units, rows_each, splits,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    channels = units * UNIT
     client, split = tl.program_id(2).to(tl.int64), tl.program_id(0)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     ok = cols < channels
@@ -116,9 +119,10 @@ def _normalise_sums_kernel(
 
 @triton.jit(do_not_specialize=[*ROWS_OF, "weight_stride"])
 def _normalise_back_kernel(
-    x, dy, dx, saved, parts, weight, weight_stride, d_weight, d_bias, rows_total, channels, rows_each, splits,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
+    x, dy, dx, saved, parts, weight, weight_stride, d_weight, d_bias, rows_total, units, rows_each, splits,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    channels = units * UNIT
     client, split = tl.program_id(2).to(tl.int64), tl.program_id(0)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     ok = cols < channels
@@ -198,7 +202,7 @@ def _normalising(clients: int, rows: int, channels: int, dtype: torch.dtype) -> 
     rows_each = triton.cdiv(rows, splits)
     splits = triton.cdiv(rows, rows_each)
     shape = {
-        "rows_total": rows, "channels": channels, "rows_each": rows_each, "splits": splits,
+        "rows_total": rows, **in_units(channels), "rows_each": rows_each, "splits": splits,
         "ROWS": tile, "COLS": cols, "ACC": wide(dtype),
     }  # fmt: skip
     return (splits, blocks, clients), shape
