@@ -52,7 +52,9 @@ class RunProgress:
             nonlocal down_bytes, accuracy
             down_bytes += line["down_bytes"]
             accuracy = line["accuracy"] if line["accuracy"] is not None else accuracy
-            seen = "" if accuracy is None else f"  accuracy {accuracy:.1%}" + (f" of {target:.0%}" if target else "")
+            seen = (
+                "" if accuracy is None else f"  accuracy {accuracy:.1%}" + (f" of {percent(target)}" if target else "")
+            )
             status = f"round {line['round']}{seen}  downloaded {volume(down_bytes)}"
             self._progress.update(task, completed=line["round"], status=status)
             if not self._console.is_terminal and line["round"] % max(1, rounds // 10) == 0:
@@ -81,11 +83,16 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
 
 
+def percent(share: float) -> str:
+    """A target as people write it: 80%, 73.3%."""
+    return f"{share:.1%}".replace(".0%", "%")
+
+
 def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     """One row per strategy, means over its seeds; ratios to the first row. Values are those at the target."""
     target = runs[0]["target"]
     timed = all(run["total_s"] is not None for run in runs)
-    title = f"To {target:.0%} accuracy" if target is not None else "After the last round"
+    title = f"To {percent(target)} accuracy" if target is not None else "After the last round"
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.add_column("strategy")
     for heading in (

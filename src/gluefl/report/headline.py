@@ -8,6 +8,7 @@ from typing import Any
 
 from gluefl.journal import reached_round
 from gluefl.report.reading import INCIDENTAL, Comparison, Run
+from gluefl.tables import percent
 
 VOLUMES = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 TIMES = ((3600, "h"), (60, "min"), (1, "s"))
@@ -182,7 +183,7 @@ def _best(means: dict[str, float], highest: bool) -> set[str]:
 def _title(target: float | None, why: str, somebody: bool) -> str:
     if target is None:
         return "After the last round"
-    aim = f"{target:.1%}".replace(".0%", "%") + " accuracy"
+    aim = f"{percent(target)} accuracy"
     if not somebody:
         return f"After the last round: no run reached {aim}"
     return f"To {aim}" + (f", {why}" if why else "")

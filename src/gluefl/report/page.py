@@ -17,6 +17,7 @@ from gluefl.errors import UsageError
 from gluefl.report.figures import Figure, Series, figures, thinned
 from gluefl.report.headline import Headline, differences, headlines
 from gluefl.report.reading import Comparison, Run, palette, read
+from gluefl.tables import percent
 
 # Some 20 bytes a point: the page stays well under 2 MB however many runs it shows.
 POINTS, POINTS_A_LINE = 50_000, 400
@@ -84,7 +85,7 @@ def _section(comparison: Comparison) -> Section:
     facts = [
         f"{config['population.clients']:,} clients" if "population.clients" in config else "",
         f"{first.size('cohort')} used a round" if first.size("cohort") else "",
-        "target " + f"{first.target:.1%}".replace(".0%", "%") if first.target else "no target",
+        f"target {percent(first.target)}" if first.target else "no target",
         f"network {', '.join(networks)}" if any(name != "instant" for name in networks) else "",
         f"seed{'s' if len(seeds) > 1 else ''} {_ranges(seeds)}" if seeds else "",
     ]

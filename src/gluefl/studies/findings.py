@@ -11,6 +11,7 @@ from gluefl.fleet import Fleet
 from gluefl.studies.catalogue import Study
 from gluefl.studies.intervals import Estimate, estimate
 from gluefl.studies.measures import MEASURES, Form, Run, common_target
+from gluefl.tables import percent
 
 SKIPPED = ((1, 1), (2, 2), (3, 5), (6, 10), (11, 20), (21, 50), (51, None))  # rounds since the last download
 
@@ -68,7 +69,7 @@ def main_table(study: Study, runs: Sequence[Run]) -> Grid:
                 ratios = [_ratio(measure.of(run, target), _of(base.get(run.seed), measure.of, target)) for run in some]
                 rows[label][f"{name}_ratio"] = estimate(ratios)
     at_target = {"rounds", "download", "total", "download_time", "total_time"} & set(study.measures)
-    title = f"At {target:.0%} accuracy" if at_target and target is not None else "Over all rounds"
+    title = f"At {percent(target)} accuracy" if at_target and target is not None else "Over all rounds"
     return Grid(title, "run", tuple(columns), rows, _notes(runs, target if at_target else None))
 
 
@@ -135,6 +136,8 @@ def _exact(value: Any) -> Estimate:
 
 def _notes(runs: Sequence[Run], target: float | None) -> tuple[str, ...]:
     notes = [f"{run.label}, seed {run.seed}, diverged after round {len(run.lines)}." for run in runs if run.error]
-    missed = [run for run in runs if not run.error and target is not None and run.until(target) is None]
-    notes += [f"{run.label}, seed {run.seed}, did not reach {target:.0%} (best {run.best or 0:.1%})." for run in missed]
+    if target is not None:
+        missed = [run for run in runs if not run.error and run.until(target) is None]
+        aim = percent(target)
+        notes += [f"{run.label}, seed {run.seed}, did not reach {aim} (best {run.best or 0:.1%})." for run in missed]
     return tuple(notes)
