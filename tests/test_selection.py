@@ -53,7 +53,7 @@ def test_segments_are_chosen_each_by_itself(segments, round) -> None:
 
 
 @settings(max_examples=15)
-@given(st.integers(16385, 60000), st.floats(0, 1), st.integers(0, 2), st.integers(0, 10**6))
+@given(st.integers(5000, 60000), st.floats(0, 1), st.integers(0, 2), st.integers(0, 10**6))
 def test_a_large_vector_is_chosen_like_a_small_one(size, share, kind, seed) -> None:
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(size).astype(np.float32)
@@ -70,10 +70,10 @@ def test_a_large_vector_is_chosen_like_a_small_one(size, share, kind, seed) -> N
 
 
 def test_a_sample_that_misleads_does_not_matter() -> None:
-    size = 65536  # every fourth entry is looked at: hide all that is large from it, or show nothing else
+    size, looked_at = 65536, 65536 // (65536 // 12)  # hide all that is large from the sample, or show nothing else
     for shown in (0.0, 1.0):
         values = torch.full((size,), 1 - shown)
-        values[::4] = shown
+        values[::looked_at] = shown
         values += torch.arange(size) / 2**20
         mask = top(values, [1000], [size], 1)
         assert torch.equal(positions_of(mask), values.topk(1000).indices.sort().values)

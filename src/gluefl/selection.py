@@ -19,7 +19,8 @@ from gluefl import kernels
 from gluefl.errors import GlueFLError
 
 MASK_32 = 0xFFFFFFFF
-SAMPLE = 1 << 14
+SAMPLE = 1 << 14  # of a long vector, at most
+LONG = 5000
 _counted: Any = WeakIdKeyDictionary()  # mask on a GPU → its version and its count
 
 
@@ -259,17 +260,20 @@ def _compare(bits: Tensor, how: Callable[[Any, int], Any], value: int) -> Tensor
 
 def _kth_largest(bits: Tensor, k: int) -> int:
     everything = bits.numpy()
-    candidates = everything
-    if everything.size > 4 * SAMPLE:
-        # A sample tells roughly where the k-th lies, so that only what may be above it has to be partitioned.
-        sample = everything[:: everything.size // SAMPLE]
+    if everything.size >= LONG:
+        # A sample tells roughly where the k-th lies: what is above need only be counted, and little is partitioned.
+        sample = everything[:: everything.size // min(SAMPLE, everything.size // 12)]
         expected = sample.size * k / everything.size
-        rank = int(expected + 4 * expected**0.5) + 1
-        if rank < sample.size:
-            candidates = everything[everything >= _kth(sample, rank + 1)]
-        if candidates.size < k:
-            candidates = everything
-    return _kth(candidates, k)
+        margin = 4 * expected**0.5 + 1
+        lowest, highest = int(expected + margin) + 1, int(expected - margin)
+        if lowest <= sample.size and highest >= 1:
+            ends = sample.size - lowest, sample.size - highest
+            low, high = np.partition(sample, ends)[[*ends]]
+            above = int(np.count_nonzero(everything > high))
+            between = everything[(everything >= low) & (everything <= high)]
+            if above < k <= above + between.size:
+                return _kth(between, k - above)
+    return _kth(everything, k)
 
 
 def _kth(values: Any, k: int) -> int:
