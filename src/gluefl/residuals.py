@@ -69,14 +69,17 @@ class Residuals:
         """A client's vector, None if it has none. It is not to be written to."""
         if client not in self:
             return None
-        if client not in self._near and client not in self._vectors:
-            self._vectors[client] = self._read(client)
-        tier = self._near if client in self._near else self._vectors
-        tier.move_to_end(client)
-        scale, vector = tier[client]
-        # Places in RAM are used again, so what lies there is copied.
-        found = self._copied(vector, device) if tier is self._vectors else vector.to(device, torch.float32)
-        self._spill()
+        if client in self._near:
+            self._near.move_to_end(client)
+            scale, vector = self._near[client]
+            found = vector.to(device, torch.float32)
+        elif client in self._vectors:
+            self._vectors.move_to_end(client)
+            scale, vector = self._vectors[client]
+            found = self._copied(vector, device)  # places in RAM are used again
+        else:
+            scale, vector = self._read(client)  # not kept in RAM: what is asked for is about to be replaced
+            found = vector.to(device, torch.float32)
         return found * scale if self.half else found
 
     def __setitem__(self, client: int, vector: Tensor) -> None:
@@ -179,7 +182,7 @@ class Residuals:
         if data.size != self.record_bytes:
             raise GlueFLError(f"{self._path} is shorter than it should be: the residual of client {client} is lost.")
         values = data[8:].view(np.float16 if self.half else np.float32)
-        return float(data[:8].view(np.float64)[0]), self._to_ram(torch.from_numpy(values), client)
+        return float(data[:8].view(np.float64)[0]), torch.from_numpy(values)
 
     def _compact(self) -> None:
         """Copy what is still needed into a new file. The old one goes once a checkpoint names the new one."""
