@@ -1,6 +1,8 @@
 """The clients' memories: the same from RAM and from disk, after a crash and after compaction."""
 
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +75,47 @@ def test_a_crash_loses_only_what_came_after_the_checkpoint(tmp_path, memory, hal
     third = Residuals(SIZE, tmp_path, memory, half)
     third.restore(later)
     assert torch.equal(third.get(1), again.get(1)) and torch.equal(third.get(3), before[3])
+
+
+STEPS = st.lists(st.sampled_from([*range(5), "checkpoint", "crash"]), max_size=60)
+
+
+@given(STEPS, st.integers(0, 3), st.booleans())
+def test_whatever_happens_a_store_is_what_was_written_since_the_last_checkpoint(steps, in_memory, compacts) -> None:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residuals, "SPARE", 0 if compacts else 2**20)
+        store = Residuals(SIZE, Path(name), in_memory * (8 + 4 * SIZE))
+        saved, at_checkpoint, plain = store.checkpoint(), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        for version, step in enumerate(steps):
+            if step == "checkpoint":
+                saved, at_checkpoint = store.checkpoint(), dict(plain)
+                store.discard_old()
+            elif step == "crash":
+                store.close()
+                store, plain = Residuals(SIZE, Path(name), in_memory * (8 + 4 * SIZE)), dict(at_checkpoint)
+                store.restore(saved)
+            else:
+                plain[step] = vector(step, version)
+                store[step] = plain[step]
+            assert len(store) == len(plain)
+            assert all(torch.equal(store.get(client), expected) for client, expected in plain.items())
+        store.close()
+
+
+def test_between_checkpoints_the_file_grows_no_longer_than_once_around(tmp_path) -> None:
+    store = Residuals(SIZE, tmp_path, 0)
+    for version in range(20):
+        for client in range(5):
+            store[client] = vector(client, version)
+    store.flush()
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_size <= 5 * store.record_bytes
+    store.checkpoint()
+    for version in range(20):
+        for client in range(5):
+            store[client] = vector(client, version)
+    store.flush()
+    assert file.stat().st_size <= 10 * store.record_bytes
 
 
 def test_a_crash_before_the_first_checkpoint_leaves_nothing(tmp_path) -> None:

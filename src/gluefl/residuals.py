@@ -2,7 +2,7 @@
 
 2800 clients of 5.5M parameters are 61 GB. A checkpoint therefore never rewrites them: it appends what changed
 since the last one, and notes where everything lies and how long the file is. What is appended after a checkpoint
-is cut off when a run resumes from it.
+is written again in its own place, and cut off when a run resumes from it.
 """
 
 import mmap
@@ -22,7 +22,7 @@ from gluefl.errors import GlueFLError
 
 SLAB = 1 << 26  # bytes that are taken from the system at a time
 WRITES = 4  # at a time, beside the training
-GARBAGE = 2.0  # the file is compacted when it is this many times as long as what it still holds
+GARBAGE, SPARE = 2.0, 2**20  # the file is compacted when it is so many times as long as needed, and some bytes
 
 
 class Residuals:
@@ -46,10 +46,11 @@ class Residuals:
         # Least recently used first: on a GPU, where they were made there, and in RAM.
         self._near: OrderedDict[int, tuple[float, Tensor]] = OrderedDict()
         self._vectors: OrderedDict[int, tuple[float, Tensor]] = OrderedDict()
-        self._writing: deque[Future[None]] = deque()
+        self._writing: deque[tuple[int, Future[None]]] = deque()  # offsets, and when they are done
         self._free: list[Tensor] = []  # places in RAM that are not used any more
         self._unsaved: set[int] = set()
         self._offsets: dict[int, int] = {}
+        self._kept: frozenset[int] = frozenset()  # offsets that the last checkpoint names
         self._generation, self._length = 0, 0
         # Copies between a GPU and RAM are not waited for, a round would stand still: this is when the last one is done.
         self._started: torch.cuda.Event | None = None
@@ -103,12 +104,13 @@ class Residuals:
     def checkpoint(self) -> dict[str, Any]:
         """Bring everything to disk and say where it lies, as JSON can hold it."""
         held = len(self) * self.record_bytes
-        if self._length > GARBAGE * max(held, self.record_bytes) + 2**20:
+        if self._length > GARBAGE * max(held, self.record_bytes) + SPARE:
             self._compact()
         for client in sorted(self._unsaved):
             self._append(client)
         self._unsaved.clear()
         self._sync()
+        self._kept = frozenset(self._offsets.values())
         return {
             "generation": self._generation,
             "length": self._length,
@@ -124,6 +126,7 @@ class Residuals:
         self._unsaved.clear()
         self._generation, self._length = saved["generation"], saved["length"]
         self._offsets = {int(client): offset for client, offset in saved["offsets"].items()}
+        self._kept = frozenset(self._offsets.values())
         if self._length:
             found = self._path.stat().st_size if self._path.exists() else 0
             if found < self._length:
@@ -152,7 +155,7 @@ class Residuals:
                 self._unsaved.discard(client)
                 # Its place is free when it is written.
                 place = self._vectors.pop(client)[1]
-                self._writing[-1].add_done_callback(lambda _, place=place: self._free.append(place))  # type: ignore[misc]
+                self._writing[-1][1].add_done_callback(lambda _, place=place: self._free.append(place))  # type: ignore[misc]
             else:
                 self._free.append(self._vectors.pop(client)[1])
 
@@ -160,20 +163,25 @@ class Residuals:
         scale, vector = self._near[client] if client in self._near else self._vectors[client]
         self.folder.mkdir(parents=True, exist_ok=True)
         if len(self._writing) >= WRITES:
-            self._writing.popleft().result()
-        self._writing.append(beside(_write, self._path, self._length, scale, vector, self._started))
-        self._offsets[client] = self._length
-        self._length += self.record_bytes
+            self._writing.popleft()[1].result()
+        offset = self._offsets.get(client)
+        if offset is None or offset in self._kept:  # a checkpoint's record stays as it is
+            offset = self._length
+            self._length += self.record_bytes
+        elif any(offset == other for other, _ in self._writing):
+            self.flush()  # the older one first
+        self._writing.append((offset, beside(_write, self._path, offset, scale, vector, self._started)))
+        self._offsets[client] = offset
 
     def flush(self) -> None:
         """Wait until everything that was appended is in the file; what went wrong is raised here."""
         while self._writing:
-            self._writing.popleft().result()
+            self._writing.popleft()[1].result()
 
     def close(self) -> None:
         """Wait for the writes under way, also after a failure: whoever resumes in this process must not find them
         in the file after having cut it."""
-        wait(self._writing)
+        wait([write for _, write in self._writing])
         self._writing.clear()
 
     def _read(self, client: int) -> tuple[float, Tensor]:
@@ -188,7 +196,7 @@ class Residuals:
         """Copy what is still needed into a new file. The old one goes once a checkpoint names the new one."""
         self.flush()
         old, offsets = self._path, self._offsets
-        self._generation, self._length, self._offsets = self._generation + 1, 0, {}
+        self._generation, self._length, self._offsets, self._kept = self._generation + 1, 0, {}, frozenset()
         with open(old, "rb") as source, open(self._path, "wb") as target:
             for client, offset in sorted(offsets.items()):
                 if client not in self._unsaved:
