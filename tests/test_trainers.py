@@ -42,7 +42,9 @@ def jobs(sgd: LocalSGD, side: int, dtype: torch.dtype, device: torch.device, une
     return made
 
 
-def compare(trainer_of, name: str, dtype: torch.dtype, device: torch.device, sgd: LocalSGD, frozen: bool, uneven: bool):
+def assert_like_the_loop(
+    trainer_of, name: str, dtype: torch.dtype, device: torch.device, sgd: LocalSGD, frozen: bool, uneven: bool
+):
     side = 28 if name in SHALLOW else 32 if dtype == torch.float64 else 64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -82,19 +84,19 @@ def exact_products():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stacked_is_the_loop(name, dtype, device):
-    compare(Stacked, name, dtype, device, STEPS[dtype], frozen=False, uneven=False)
+    assert_like_the_loop(Stacked, name, dtype, device, STEPS[dtype], frozen=False, uneven=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["shufflenet_v2_x1_0", "shufflenet_v2_x1_5", "shufflenet_v2_x2_0", "resnet34"])
 def test_stacked_is_the_loop_for_large_models(name):
-    compare(Stacked, name, torch.float64, CUDA, PLAIN, frozen=False, uneven=False)
+    assert_like_the_loop(Stacked, name, torch.float64, CUDA, PLAIN, frozen=False, uneven=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_workers_are_the_loop(name, dtype):
-    compare(Workers, name, dtype, CPU, STEPS[dtype], frozen=False, uneven=False)
+    assert_like_the_loop(Workers, name, dtype, CPU, STEPS[dtype], frozen=False, uneven=False)
 
 
 def test_float32_itself_is_no_better():
@@ -116,19 +118,19 @@ def test_float32_itself_is_no_better():
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_stacked_with_every_option(frozen, uneven, device):
-    compare(Stacked, "small_cnn", torch.float64, device, FULL, frozen, uneven)
+    assert_like_the_loop(Stacked, "small_cnn", torch.float64, device, FULL, frozen, uneven)
 
 
 @pytest.mark.parametrize("trainer, name", [(Workers, "small_cnn"), (Dense, "mlp")])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_cpu_trainers_with_every_option(trainer, name, frozen, uneven):
-    compare(trainer, name, torch.float64, CPU, FULL, frozen, uneven)
+    assert_like_the_loop(trainer, name, torch.float64, CPU, FULL, frozen, uneven)
 
 
 def test_dense_with_the_plain_step():
-    compare(Dense, "mlp", torch.float64, CPU, PLAIN, frozen=False, uneven=False)
-    compare(Dense, "mlp", torch.float32, CPU, PLAIN, frozen=False, uneven=True)
+    assert_like_the_loop(Dense, "mlp", torch.float64, CPU, PLAIN, frozen=False, uneven=False)
+    assert_like_the_loop(Dense, "mlp", torch.float32, CPU, PLAIN, frozen=False, uneven=True)
 
 
 def test_a_stack_trains_all_parts_whether_somebody_evaluated_or_not():

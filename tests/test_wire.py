@@ -372,17 +372,17 @@ KINDS = ["with", "without", "all", "none"]
 
 @given(st.integers(1, 60), st.lists(st.sampled_from(KINDS), max_size=6), st.integers(0, 99))
 def test_bodies_are_laid_out_together_as_one_by_one(size, kinds, seed) -> None:
-    laid_out_alike(size, kinds, seed, 0.3, "cpu")
+    assert_laid_out_alike(size, kinds, seed, 0.3, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [9, 5000, 50_001])
 @pytest.mark.parametrize("density", [0.01, 0.3, 0.95])
 def test_bodies_are_laid_out_on_a_gpu_as_one_by_one(size, density) -> None:
-    laid_out_alike(size, 2 * KINDS, 5, density, "cuda")
+    assert_laid_out_alike(size, 2 * KINDS, 5, density, "cuda")
 
 
-def laid_out_alike(size, kinds, seed, density, device) -> None:
+def assert_laid_out_alike(size, kinds, seed, density, device) -> None:
     rng = np.random.default_rng(seed)
     known = torch.from_numpy(rng.random(size) < 0.4)
     vector = torch.from_numpy(rng.standard_normal(size).astype(np.float32))

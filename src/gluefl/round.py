@@ -221,8 +221,9 @@ def collect(
     sent = {}
     frozen = f.strategy.frozen(shared.mask)
     for outcome in f.engine.train(state.weights, state.statistics, sorted(settled), round, frozen):
-        client, losses[outcome.client] = outcome.client, outcome.loss
-        if isinstance(outcome.loss, float):
+        client = outcome.client
+        losses[client] = outcome.loss
+        if not isinstance(outcome.loss, Tensor):
             check_loss(outcome.loss, client, round)
         task = Task(round, shared.mask, nominal[client], f.space)
         update, residual = f.strategy.compress(outcome.delta, task, f.residuals.get(client, f.space.device))
