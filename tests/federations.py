@@ -40,6 +40,9 @@ class Engine:
             moved = delta if frozen is None else torch.where(frozen, 0.0, delta)
             yield Outcome(client, moved, self.statistics(round, client), 0.5)
 
+    def prepare(self, clients, round):
+        pass
+
     def work(self, client: int) -> int:
         return 200
 

@@ -43,6 +43,24 @@ def test_nobody_is_asked_for_twice_in_a_round(room) -> None:
     assert sorted(population.asked) == list(range(20))
 
 
+@pytest.mark.parametrize("room", [10**9, 4000, 0])
+def test_who_was_prepared_trains_as_who_was_not(room) -> None:
+    class Drawn(Trainer):
+        def train(self, weights, statistics, jobs, sgd, lr, frozen):
+            yield from ((job.client, len(job.samples), job.batches.tolist(), job.seed) for job in jobs)
+
+    population = Counted()
+    engine = LocalEngine(population, Drawn(), LocalSGD(), 1, NOWHERE, Shelf(room))
+    plain = LocalEngine(Counted(), Drawn(), LocalSGD(), 1, NOWHERE, Shelf(room))
+    for round in (1, 2):
+        engine.prepare(range(20), round)
+        used = range(3, 15) if round == 1 else range(10, 22)
+        found = list(engine.train(torch.zeros(3), torch.zeros(3), used, round, None))
+        assert found == list(plain.train(torch.zeros(3), torch.zeros(3), used, round, None))
+    if room == 10**9:
+        assert sorted(population.asked) == list(range(22))  # once each, and 20 and 21 only when they were needed
+
+
 def test_threads_of_our_own_leave_the_others_theirs() -> None:
     program = """
 import threading, torch

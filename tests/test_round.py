@@ -11,14 +11,19 @@ from federations import Engine, federation
 from gluefl import GlueFL, Sticky
 from gluefl.errors import GlueFLError
 from gluefl.round import asked, play
+from gluefl.selection import Sparse
+from gluefl.strategies import Upload
 from gluefl.training import Outcome
 
 
 def test_losses_on_a_device_and_here_keep_their_clients() -> None:
-    losses = {1: torch.tensor(1.0), 2: 2.0, 3: torch.tensor(3.0)}
-    assert asked(losses, 7) == {1: 1.0, 2: 2.0, 3: 3.0} and asked({}, 7) == {}
+    def uploads(losses: dict) -> list[Upload]:
+        return [Upload(client, 1.0, Sparse.empty(3), torch.zeros(0), loss) for client, loss in losses.items()]
+
+    found = asked(uploads({1: torch.tensor(1.0), 2: 2.0, 3: torch.tensor(3.0)}), 7)
+    assert {upload.client: upload.loss for upload in found} == {1: 1.0, 2: 2.0, 3: 3.0} and asked([], 7) == []
     with pytest.raises(GlueFLError, match="round 7: the loss of client 5 is nan"):
-        asked({4: 1.0, 5: torch.tensor(math.nan)}, 7)
+        asked(uploads({4: 1.0, 5: torch.tensor(math.nan)}), 7)
 
 
 class Diverging(Engine):

@@ -82,7 +82,7 @@ def record(f: "Federation", state: "State", played: Played) -> Record:
         "waited_s": played.clock_s - state.clock_s,
         "wasted_s": sum(_end(trips[c], None) for c in parcels if c not in up_bytes),
         "clock_s": played.clock_s + ends_s,
-        "loss": sum(upload.loss for upload in uploads) / len(uploads) if uploads else None,
+        "loss": sum(float(upload.loss) for upload in uploads) / len(uploads) if uploads else None,
         "accuracy": None,
         "update_density": played.update.density,
         "upload_density": sum(u.update.density for u in uploads) / len(uploads) if uploads else None,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,11 +24,16 @@ from gluefl.strategies import Space, Strategy, Task, Upload
 from gluefl.training import Outcome
 
 DIVERGED = "The training diverged, or the model returns NaN: lower training.lr, or look at the model and its data."
+ENCODED_TOGETHER = 8  # uploads: fewer are more calls to a GPU, of more the cores have to wait for the last
 MOST_WAITS = 10_000  # how often a round asks again who is online before it gives up
 
 
 class Engine(Protocol):
     """Trains the cohort of a round, wherever that happens."""
+
+    def prepare(self, clients: Sequence[int], round: int) -> None:
+        """These clients are invited, and some of them will train: whatever can be done for that by now."""
+        ...
 
     def train(
         self, weights: Tensor, statistics: Tensor, clients: Sequence[int], round: int, frozen: Tensor | None
@@ -101,7 +106,9 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
 
     # Server: synchronise w^t with them and send the shared mask M^t.
     shared = wire.Shared(f.strategy.mask(state.strategy, round))
-    parcels = packages(f, state, groups, shared, round)
+    missing = encoded_updates(f, state, groups, shared)
+    f.engine.prepare([client for group in groups for client in group.clients], round)  # while they are encoded
+    parcels = packages(f, state, groups, missing, round)
     expected = state.up_bytes or expected_upload(f, shared, round)
     trips = {
         client: f.devices.trip(client, clock_s, parcel.size_bytes, expected, f.engine.work(client))
@@ -114,7 +121,10 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
 
     # Server: aggregate; statistics are the plain mean of the used clients.
     aggregated = aggregate(f, state, uploads, round)
-    up_bytes = {client: wire.measure(body) for client, body in sent.items()}  # the encoding went on meanwhile
+
+    # Only now, when all of this is started, does anybody wait for a GPU; the encoding went on meanwhile.
+    uploads = asked(uploads, round)
+    up_bytes = {client: wire.measure(body) for client, body in sent.items()}
 
     # Server: publish the next version and update the sticky group.
     trips |= {
@@ -149,17 +159,24 @@ def invite(f: Federation, state: State, round: int) -> tuple[float, tuple[Group,
     )
 
 
-def packages(
-    f: Federation, state: State, groups: Sequence[Group], shared: wire.Shared, round: int
-) -> dict[int, Parcel]:
-    """What every invited client downloads: one body for all who hold the same version."""
-    version = state.ledger.version
-    now = f.channel.hash(version, state.weights, state.statistics)
+def encoded_updates(
+    f: Federation, state: State, groups: Sequence[Group], shared: wire.Shared
+) -> dict[int | None, wire.Body]:
+    """What a client lacks that holds a version, for each that somebody holds; their encoding is started."""
     bodies = {}
     for base in {state.ledger.base(client) for group in groups for client in group.clients}:
         update = Sparse.view(state.ledger.missing(base), state.weights)
         bodies[base] = wire.Body(update, state.statistics, shared, sends_mask=True)
     wire.encode_positions([*bodies.values()])
+    return bodies
+
+
+def packages(
+    f: Federation, state: State, groups: Sequence[Group], missing: Mapping[int | None, wire.Body], round: int
+) -> dict[int, Parcel]:
+    """What every invited client downloads: one body for all who hold the same version."""
+    version = state.ledger.version
+    now = f.channel.hash(version, state.weights, state.statistics)
     parcels = {}
     for group in groups:
         for client, weight in zip(group.clients, group.weights):
@@ -175,7 +192,7 @@ def packages(
                 weight=weight,
                 accepted=client not in state.ledger.unused,
             )
-            parcels[client] = f.channel.send(header, bodies[base])
+            parcels[client] = f.channel.send(header, missing[base])
     return parcels
 
 
@@ -217,12 +234,10 @@ def collect(
     """Train the used clients and receive what they send: uploads and their bodies, in the order of the clients."""
     nominal = {client: w for group in groups for client, w in zip(group.clients, group.weights)}
     settled = {client: w for group, some in zip(groups, used) for client, w in group.settled(some).items()}
-    losses: dict[int, float | Tensor] = {}
-    sent = {}
     frozen = f.strategy.frozen(shared.mask)
+    uploads, sent, waiting = [], {}, list[wire.Body]()
     for outcome in f.engine.train(state.weights, state.statistics, sorted(settled), round, frozen):
         client = outcome.client
-        losses[client] = outcome.loss
         if not isinstance(outcome.loss, Tensor):
             check_loss(outcome.loss, client, round)
         task = Task(round, shared.mask, nominal[client], f.space)
@@ -230,11 +245,10 @@ def collect(
         if residual is not None:
             f.residuals[client] = residual
         sent[client] = wire.Body(update, outcome.statistics, shared, sends_mask=False)
-    # Only now, when all is started, does anybody wait for a GPU.
-    wire.encode_positions([*sent.values()])
-    known = asked(losses, round)
-    uploads = []
-    for client, body in sorted(sent.items()):
+        waiting.append(sent[client])
+        if len(waiting) == ENCODED_TOGETHER:
+            wire.encode_positions(waiting)
+            waiting = []
         header = wire.Header(
             kind=wire.UPLOAD,
             run=f.run,
@@ -243,21 +257,26 @@ def collect(
             base=state.ledger.version,
             version=state.ledger.version,
             weight=nominal[client],
-            loss=known[client],
+            loss=outcome.loss,
             samples=f.engine.work(client),
         )
-        received = f.channel.receive(header, body)
-        uploads.append(Upload(client, settled[client], received.update, received.statistics, header.loss))
-    return uploads, dict(sorted(sent.items()))
+        received = f.channel.receive(header, sent[client])
+        uploads.append(Upload(client, settled[client], received.update, received.statistics, outcome.loss))
+    wire.encode_positions(waiting)
+    return sorted(uploads, key=lambda upload: upload.client), dict(sorted(sent.items()))
 
 
-def asked(losses: Mapping[int, float | Tensor], round: int) -> dict[int, float]:
-    """The losses as numbers: what is still on a device is asked for all at once."""
-    tensors = {client: loss for client, loss in losses.items() if isinstance(loss, Tensor)}
-    answers = dict(zip(tensors, torch.stack([*tensors.values()]).tolist())) if tensors else {}
-    for client, loss in answers.items():
-        check_loss(loss, client, round)
-    return {client: answers[client] if isinstance(loss, Tensor) else loss for client, loss in losses.items()}
+def asked(uploads: Sequence[Upload], round: int) -> list[Upload]:
+    """The uploads with losses that are numbers: what is still on a device is asked for all at once."""
+    waiting = [upload for upload in uploads if isinstance(upload.loss, Tensor)]
+    answers = iter(torch.stack([torch.as_tensor(upload.loss) for upload in waiting]).tolist() if waiting else ())
+    known = []
+    for upload in uploads:
+        if isinstance(upload.loss, Tensor):
+            upload = replace(upload, loss=next(answers))
+            check_loss(float(upload.loss), upload.client, round)
+        known.append(upload)
+    return known
 
 
 def check_loss(loss: float, client: int, round: int) -> None:

@@ -28,13 +28,24 @@ class LocalEngine:
     seed: int
     device: torch.device = CPU
     near: Shelf = field(default_factory=lambda: Shelf(10**9))  # GPU only: data stays there, up to so many bytes
+    ready: dict[tuple[int, int], Job] = field(default_factory=dict)  # (round, client) → what was prepared
+
+    def prepare(self, clients: Sequence[int], round: int) -> None:
+        """On a GPU: fetch their data, if it can be kept for another time, and draw their batches."""
+        if self.device.type == "cpu":
+            return
+        self.ready.clear()
+        some = clients if 2 * self.near.bytes < self.near.limit else [c for c in clients if c in self.near]
+        found = self._samples(some)
+        self.ready.update({(round, c): self._job(c, round, samples) for c, samples in found.items() if len(samples)})
 
     def train(
         self, weights: Tensor, statistics: Tensor, clients: Sequence[int], round: int, frozen: Tensor | None
     ) -> Iterator[Outcome]:
         """One outcome per client."""
-        samples = self._samples(clients)
-        jobs = [self._job(client, round, samples[client]) for client in clients]
+        ready = {client: self.ready.pop((round, client)) for client in clients if (round, client) in self.ready}
+        samples = self._samples([client for client in clients if client not in ready])
+        jobs = [ready.get(client) or self._job(client, round, samples[client]) for client in clients]
         yield from self.trainer.train(weights, statistics, jobs, self.sgd, self.sgd.rate(round), frozen)
 
     def work(self, client: int) -> int:

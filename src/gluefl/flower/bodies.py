@@ -19,6 +19,9 @@ from gluefl.training import Outcome
 class Elsewhere:
     """The engine of a federation: training happens on the nodes."""
 
+    def prepare(self, clients: Sequence[int], round: int) -> None:
+        """Nothing."""
+
     def train(self, weights: Tensor, statistics: Tensor, clients: Sequence[int], *rest: Any) -> Iterator[Outcome]:
         """Not here."""
         raise GlueFLError("the nodes of a federation train; the server does not")

@@ -23,7 +23,7 @@ from gluefl.journal import Journal, Line
 from gluefl.records import Played, record
 from gluefl.replica import Replica
 from gluefl.residuals import Residuals
-from gluefl.round import Federation, State, aggregate, check_finite, packages, publish, start
+from gluefl.round import Federation, State, aggregate, check_finite, encoded_updates, packages, publish, start
 from gluefl.sampling import Group, Pool, Sampler
 from gluefl.server import Server
 from gluefl.strategies import Space, Strategy, Upload
@@ -71,7 +71,8 @@ class Session:
     def pack(self, groups: Sequence[Group], shared: wire.Shared, round: int) -> dict[int, tuple[Parcel, Any]]:
         """For every invited client: its parcel, charged with all that is sent, and the records of its message."""
         packed, channel = {}, self.channel
-        for client, parcel in packages(self.federation, self.state, groups, shared, round).items():
+        missing = encoded_updates(self.federation, self.state, groups, shared)
+        for client, parcel in packages(self.federation, self.state, groups, missing, round).items():
             key = (parcel.header.version, parcel.header.base, shared.packed.count)
             assert parcel.data is not None
             records, extra = content.package(

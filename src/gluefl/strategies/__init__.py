@@ -54,7 +54,7 @@ class Upload:
     weight: float
     update: Sparse
     statistics: Tensor
-    loss: float
+    loss: float | Tensor  # a tensor is one number: to make it a float is to wait for a GPU
 
 
 class Strategy(Protocol):

@@ -20,6 +20,7 @@ from gluefl.layout import Layout, Part
 from gluefl.training import Job, LocalSGD, Loss, Outcome
 from gluefl.training.layers import ManyClients
 
+MOST_SIDE_BY_SIDE = 2  # times the samples that are trained on
 ALIKE = 1e-6  # how far two ways to compute a step may be apart in float64
 
 
@@ -169,7 +170,7 @@ class Stacked:
                     self._step(stack, sgd)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may be encoding
                 self._step(stack, sgd)
             stack.graph = graph
         except torch.cuda.OutOfMemoryError:
@@ -290,9 +291,14 @@ def _in(dtype: torch.dtype, inputs: Tensor) -> Tensor:
 def _gather(jobs: Sequence[Job], steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The batches of all clients: (clients, steps, batch, …). One that trains for fewer steps repeats its last."""
     # One copy to the device for all of them.
-    orders = torch.stack([_lengthened(job.batches, steps) for job in jobs]).to(device)
-    inputs = torch.stack([job.samples.inputs[order] for job, order in zip(jobs, orders)])
-    return inputs, torch.stack([job.samples.labels[order] for job, order in zip(jobs, orders)])
+    orders = torch.stack([_lengthened(job.batches, steps) for job in jobs])
+    sizes = [len(job.samples) for job in jobs]
+    if sum(sizes) <= MOST_SIDE_BY_SIDE * orders.numel():  # their data side by side: a handful of calls instead of many
+        places = (orders + torch.tensor([0, *sizes[:-1]]).cumsum(0)[:, None, None]).to(device)
+        inputs, labels = (torch.cat([getattr(job.samples, name) for job in jobs]) for name in ("inputs", "labels"))
+        return inputs[places], labels[places]
+    inputs = torch.stack([job.samples.inputs[order] for job, order in zip(jobs, orders.to(device))])
+    return inputs, torch.stack([job.samples.labels[order] for job, order in zip(jobs, orders.to(device))])
 
 
 def _lengthened(batches: Tensor, steps: int) -> Tensor:

@@ -7,10 +7,12 @@ of a package depends only on the version a client holds, so that it is encoded o
 import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -38,6 +40,7 @@ SECTION = struct.Struct("<BBHIQ")
 
 ABSOLUTE, BESIDE_MASK, KNOWN = range(3)  # relation of a set of positions to the shared mask
 AT_A_TIME = 1 << 28  # positions of many bodies that are laid out together
+STREAMS = 4  # of a GPU, in which they are
 RAW = 0  # the codec of values: as they are, little-endian
 
 
@@ -54,7 +57,7 @@ class Header:
     base_hash: bytes = NO_HASH  # of the replica at `base`; zeros where nobody computed it
     hash: bytes = NO_HASH  # of the replica at `version`
     weight: float = 0.0  # ν_i, the nominal weight
-    loss: float = 0.0
+    loss: float | Tensor = 0.0  # a tensor is one number that may still be under way on a GPU: encoding waits for it
     samples: int = 0
     accepted: bool = True  # whether the client's last upload was used
 
@@ -94,27 +97,72 @@ class Body:
     @cached_property
     def positions(self) -> tuple[int, Packed]:
         """Them, encoded."""
-        started: Future[list[tuple[int, Packed]]] | None = vars(self).get("started")
-        return started.result()[vars(self)["place"]] if started else _encode_positions(self)
+        handed: Future[Handed] | None = vars(self).get("handed")
+        if handed is None:
+            return _encode_positions(self)
+        task, place = handed.result()[id(self)]
+        return task.result()[place]
+
+
+Apart = Callable[[], AbstractContextManager[None]]
+Handed = dict[int, tuple["Future[list[tuple[int, Packed]]]", int]]  # id of a body → a task and the body's place in it
 
 
 def encode_positions(bodies: Sequence[Body]) -> None:
-    """Start to encode the positions of bodies that share one mask, on all cores: who asks for them waits for them."""
+    """Start to encode the positions of bodies that share one mask, on all cores: who asks for them waits for them.
+    Of a GPU nobody waits here, neither for what was started there nor for the bytes that leave it."""
     if not bodies:
         return
     shared = bodies[0].shared
-    if "packed" not in vars(shared):
-        vars(shared)["started"] = beside(squeeze, lay_out(shared.mask, count_true(shared.mask)))
-    if shared.mask.is_cuda:
-        lay_out_together(bodies)
-    elif count_true(shared.mask):
+    if count_true(shared.mask) and not shared.mask.is_cuda:
         _ = shared.outside  # before several threads ask for it at once
+    apart = _apart(shared.mask.device)
+    if not {"packed", "started"} & vars(shared).keys():
+        vars(shared)["started"] = beside(_pack, shared.mask, apart)
+    handed = beside(_hand_out, bodies, apart)
+    for body in bodies:
+        vars(body)["handed"] = handed
+
+
+def _apart(device: torch.device) -> "Apart":
+    """On a GPU a stream apart: what runs there waits for what was started before, not for what has been since."""
+    if device.type != "cuda":
+        return nullcontext
+    started = torch.cuda.current_stream(device).record_event()
+    stream = next(_streams(device))
+
+    @contextmanager
+    def apart() -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            stream.wait_event(started)
+            yield
+
+    return apart
+
+
+@cache
+def _streams(device: torch.device) -> "Iterator[torch.cuda.Stream]":
+    # Before what else the GPU has to do: the cores wait for it.
+    return cycle([torch.cuda.Stream(device, priority=-1) for _ in range(STREAMS)])  # type: ignore[no-untyped-call]
+
+
+def _pack(mask: Tensor, apart: Apart) -> Packed:
+    with apart():
+        laid_out = lay_out(mask, count_true(mask))
+    return squeeze(laid_out)
+
+
+def _hand_out(bodies: Sequence[Body], apart: Apart) -> Handed:
+    if bodies[0].shared.mask.is_cuda:
+        with apart():
+            lay_out_together(bodies)
     # One task for every core, not for every body: threads that hand over every fifth of a millisecond lose half of it.
     tasks = min(available(), len(bodies))
+    handed: Handed = {}
     for some in (bodies[i::tasks] for i in range(tasks)):
-        started = beside(_encode_each, some)
-        for place, body in enumerate(some):
-            vars(body).update(started=started, place=place)
+        task = beside(_encode_each, some)
+        handed |= {id(body): (task, place) for place, body in enumerate(some)}
+    return handed
 
 
 def _encode_each(bodies: Sequence[Body]) -> list[tuple[int, Packed]]:
@@ -184,7 +232,7 @@ def encode(header: Header, body: bytes, size: int, statistics: int) -> bytes:
         header.base_hash,
         header.hash,
         header.weight,
-        header.loss,
+        float(header.loss),
         header.samples,
         statistics,
         size,

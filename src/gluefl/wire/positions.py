@@ -6,6 +6,7 @@ and gaps through zstd take over below about an eighth.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ import zstandard
 from torch import Tensor
 
 from gluefl import kernels
+from gluefl.cores import beside
 from gluefl.errors import WireError
 from gluefl.selection import count_true, positions_of
 
@@ -23,6 +25,7 @@ ZSTD_LEVEL = 1
 SPARSE = 1 / 8  # below this density (or above its complement) gaps are tried beside the bitmap
 VERY_SPARSE = 1 / 16  # and below this one the bitmap is not tried: only if positions crowd together is it shorter
 LONG = 4096  # positions; a shorter bitmap may be shorter than the frame around the gaps
+LONG_TO_COMPRESS = 1 << 20  # positions: bitmap and gaps are each worth a core of their own
 LONGEST_VARINT = 5  # bytes, for gaps below 2^32
 GATHER_BITS = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, in order, in the highest byte
 
@@ -106,10 +109,14 @@ def squeeze(laid_out: LaidOut) -> Packed:
     if count in (0, size):
         return Packed(NOTHING if count == 0 else EVERYTHING, count, b"")
     tried: list[tuple[int, bytes | memoryview]] = []
+    gaps = None if laid_out.gaps is None else partial(_compress, laid_out.gaps)
+    other = beside(gaps) if gaps and laid_out.bitmap is not None and size >= LONG_TO_COMPRESS else None
     if laid_out.bitmap is not None:
         tried += [(BITMAP_ZSTD, _compress(laid_out.bitmap)), (BITMAP, laid_out.bitmap)]
-    if laid_out.gaps is not None:
-        tried.append((GAPS_ZSTD if _lists_present(count, size) else ABSENT_GAPS_ZSTD, _compress(laid_out.gaps)))
+    if gaps is not None:
+        # Where no core was free for it yet it is done here: tasks that waited for each other could wait for ever.
+        squeezed = gaps() if other is None or other.cancel() else other.result()
+        tried.append((GAPS_ZSTD if _lists_present(count, size) else ABSENT_GAPS_ZSTD, squeezed))
     codec, data = min(tried, key=lambda option: len(option[1]))
     return Packed(codec, count, bytes(data))
 
