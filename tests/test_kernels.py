@@ -58,11 +58,12 @@ def test_gaps_are_those_of_numpy(size, present, known) -> None:
     masks[2, size // 3 :] = False
     beside = torch.from_numpy(rng.random(size) < 0.3) if known else torch.zeros(size, dtype=torch.bool)
     block = BLOCKS[-1] if size < 1000 else 8192  # so that gaps of two and three bytes occur, in a block and between two
-    data, lengths = gaps(masks.to(DEVICE), beside.to(DEVICE) if known else None, present, block=block)
+    listed = (((masks == present) & ~beside).sum(1)).tolist()
+    data, lengths = gaps(masks.to(DEVICE), beside.to(DEVICE) if known else None, present, listed, block=block)
     ends = np.cumsum(lengths)
     for row, end, length in zip(masks, ends, lengths):
         numbered = (row if present else ~row)[~beside]
-        expected = positions._gaps(numbered) if numbered.any() else b""
+        expected = positions._gaps(numbered, int(numbered.sum())) if numbered.any() else b""
         assert data[end - length : end].cpu().numpy().tobytes() == expected
 
 
@@ -90,11 +91,28 @@ def test_a_part_is_added_bit_for_bit(weight) -> None:
     assert torch.equal(found.cpu()[number].view(torch.int32), expected[number].view(torch.int32))
 
 
+@pytest.mark.parametrize("weight", [1, 0.3, -1e-9])
+def test_the_rest_is_what_a_part_leaves(weight) -> None:
+    from gluefl.kernels.add import rest
+
+    rng = np.random.default_rng(6)
+    vector, mask = (
+        torch.from_numpy(rng.standard_normal(5000).astype(np.float32)),
+        torch.from_numpy(rng.random(5000) < 0.4),
+    )
+    vector[::7], vector[::11] = -0.0, torch.nan
+    expected = Sparse.where(mask, vector).rest_of(vector, weight)
+    found = rest(vector.to(DEVICE), mask.to(DEVICE), weight).cpu()
+    assert torch.equal(found.isnan(), expected.isnan())
+    number = ~expected.isnan()
+    assert torch.equal(found[number].view(torch.int32), expected[number].view(torch.int32))
+
+
 @pytest.mark.gpu
 def test_far_apart_positions_have_long_gaps() -> None:
     from gluefl.kernels.gaps import gaps
 
     mask = torch.zeros(1, 9_000_000, dtype=torch.bool)
     mask[0, [3, 130, 20_000, 2_200_000, 8_999_999]] = True  # one to four bytes
-    data, (length,) = gaps(mask.to(DEVICE), None, present=True)
-    assert data.cpu().numpy().tobytes() == positions._gaps(mask[0]) and length == 13
+    data, (length,) = gaps(mask.to(DEVICE), None, True, [5])
+    assert data.cpu().numpy().tobytes() == positions._gaps(mask[0], 5) and length == 13

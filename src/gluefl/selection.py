@@ -121,6 +121,14 @@ class Sparse:
             return vector.index_fill_(0, self.positions, value)
         return vector.masked_fill_(self.mask(), value)
 
+    def rest_of(self, vector: Tensor, weight: float = 1.0) -> Tensor:
+        """`weight` times a vector, and zero at these positions."""
+        if not (self._is_whole or self._listed) and kernels.serve(vector) and vector.dtype == torch.float32:
+            from gluefl.kernels.add import rest
+
+            return rest(vector, self.mask(), weight)
+        return self.set_in(vector * weight, 0)
+
     def is_finite(self) -> bool:
         """Whether all values are numbers."""
         if self._is_whole or self._listed:
@@ -200,6 +208,14 @@ def count_true(mask: Tensor) -> int:
         found = int(torch.count_nonzero(mask))
         _counted[mask] = (mask._version, found)
     return int(found)
+
+
+def uniform_mask(size: int, value: bool, device: torch.device) -> Tensor:
+    """A mask that is the same everywhere: how often it holds need not be asked."""
+    mask = torch.full((size,), value, device=device)
+    if mask.is_cuda:
+        _counted[mask] = (mask._version, size if value else 0)
+    return mask
 
 
 def _magnitude_bits(values: Tensor) -> Tensor:

@@ -1,20 +1,19 @@
 """Sets of positions, many at a time: how many they hold, and the gaps between them as varints (`wire.positions`).
 
-A program counts a block of positions, a few sums over the blocks say where each one's bytes begin, and a second pass
-writes them. Positions of a known set may be left out of the numbering: nothing has to be compacted before.
+A program counts a block of positions, a sum over the blocks says where each one's begin in a list, and a second pass
+lists them. They are few: what is left to do is done on the list. Positions of a known set may be left out of the
+numbering: nothing has to be compacted before.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # positions
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
+BLOCK = 4096  # positions; two counts of a block share 32 bits
+SHORT = 1024  # numbers of a list
 
 
 @triton.jit
@@ -34,44 +33,56 @@ def _holds(masks, known, at, ok, PRESENT: tl.constexpr, KNOWN: tl.constexpr):
     return numbered, numbered & (held == PRESENT)
 
 
-@triton.jit
-def _in_block(masks, known, size, PRESENT: tl.constexpr, KNOWN: tl.constexpr, BLOCK: tl.constexpr):
-    """For every position of a block: whether it is numbered, whether it is in the set, its number, and the number of
-    the last one before it that is in the set, −1 if that is not in this block."""
-    begin = tl.program_id(0) * BLOCK
-    at = begin + tl.arange(0, BLOCK)
-    numbered, held = _holds(masks, known, at, at < size, PRESENT, KNOWN)
-    number = tl.cumsum(numbered.to(tl.int32), 0) - numbered.to(tl.int32)
-    _, held_before = _holds(masks, known, at - 1, (at > begin) & (at <= size), PRESENT, KNOWN)
-    last = tl.associative_scan(tl.where(held_before, number - 1, -1), 0, _larger)
-    return numbered, held, number, last
-
-
 @triton.jit(do_not_specialize=["size", "blocks"])
 def _blocks_kernel(
     masks, known, counts, size, blocks, PRESENT: tl.constexpr, KNOWN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """By block: how many are numbered, the first and last number in the set, the bytes of all gaps but the first."""
+    """By block: how many are numbered, and how many of them are in the set."""
     row = tl.program_id(1).to(tl.int64)
-    numbered, held, number, last = _in_block(masks + row * size, known, size, PRESENT, KNOWN, BLOCK)
-    counts += (row * blocks + tl.program_id(0)) * 4
-    follows = held & (last >= 0)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    numbered, held = _holds(masks + row * size, known, at, at < size, PRESENT, KNOWN)
+    counts += (row * blocks + tl.program_id(0)) * 2
     tl.store(counts, tl.sum(numbered.to(tl.int32), 0))
-    tl.store(counts + 1, tl.min(tl.where(held, number, BLOCK), 0))
-    tl.store(counts + 2, tl.max(tl.where(held, number, -1), 0))
-    tl.store(counts + 3, tl.sum(tl.where(follows, _length(number - last - 1), 0), 0))
+    tl.store(counts + 1, tl.sum(held.to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["size", "blocks"])
-def _write_kernel(
-    masks, known, before, starts, data, size, blocks, PRESENT: tl.constexpr, KNOWN: tl.constexpr, BLOCK: tl.constexpr
+def _list_kernel(
+    masks, known, numbers, places, listed, size, blocks, PRESENT: tl.constexpr, KNOWN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """The numbers of those in the set, in order, and −1 before the first of a row."""
     row = tl.program_id(1).to(tl.int64)
-    _, held, number, last = _in_block(masks + row * size, known, size, PRESENT, KNOWN, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    numbered, held = _holds(masks + row * size, known, at, at < size, PRESENT, KNOWN)
+    both = numbered.to(tl.int32) + (held.to(tl.int32) << 16)
+    before = tl.cumsum(both, 0) - both  # in this block; one scan for both
     block = row * blocks + tl.program_id(0)
-    gap = number - tl.where(last >= 0, last, tl.load(before + block)) - 1
-    length = tl.where(held, _length(gap), 0)
-    data += tl.load(starts + block) + tl.cumsum(length, 0) - length
+    listed += tl.load(places + block)
+    tl.store(listed + (before >> 16), tl.load(numbers + block) + (before & 0xFFFF), mask=held)
+    if tl.program_id(0) == 0:
+        tl.store(listed - 1, -1)
+
+
+@triton.jit
+def _gap(listed, at, count):
+    """The gap before a number, and the bytes of its varint: none for what is no number."""
+    number = tl.load(listed + at, mask=at < count, other=-1)
+    gap = number - tl.load(listed + at - 1, mask=(at > 0) & (at < count), other=-1) - 1
+    return gap, tl.where(number >= 0, _length(gap), 0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _lengths_kernel(listed, lengths, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _, length = _gap(listed, at, count)
+    tl.store(lengths + at, length, mask=at < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _write_kernel(listed, ends, data, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gap, length = _gap(listed, at, count)
+    data += tl.load(ends + at, mask=at < count, other=0) - length
     for i in tl.static_range(5):
         byte = ((gap >> (7 * i)) & 0x7F) | ((length > i + 1).to(tl.int32) << 7)
         tl.store(data + i, byte.to(tl.uint8), mask=length > i)
@@ -99,27 +110,34 @@ def counts(masks: Tensor, known: Tensor, block: int = BLOCK) -> tuple[list[int],
     return held, both
 
 
-def gaps(masks: Tensor, known: Tensor | None, present: bool, block: int = BLOCK) -> tuple[Tensor, list[int]]:
+def gaps(
+    masks: Tensor, known: Tensor | None, present: bool, listed: Sequence[int], block: int = BLOCK
+) -> tuple[Tensor, list[int]]:
     """The varints of all rows, one after the other, and how many bytes each row has.
 
     Rows are sets of positions, of those that are True or, not `present`, of those that are False. What is `known` is
-    in no set and has no number.
+    in no set and has no number. `listed` is how many are in each set.
     """
     rows, size = masks.shape
     blocks = triton.cdiv(size, block)
-    counts = torch.empty(rows, blocks, 4, dtype=torch.int32, device=masks.device)
+    counts = torch.empty(rows, blocks, 2, dtype=torch.int32, device=masks.device)
     sets = masks.contiguous().view(torch.uint8)
     outside = sets if known is None else known.contiguous().view(torch.uint8)
     options = {"PRESENT": present, "KNOWN": known is not None, "BLOCK": block, "num_warps": 8}
     _blocks_kernel[(blocks, rows)](sets, outside, counts, size, blocks, **options)
-    numbered, first, last, length = counts.unbind(2)
+    numbered, held = counts.unbind(2)
     numbers = numbered.cumsum(1, dtype=torch.int32) - numbered  # before each block
-    reached = torch.where(last >= 0, numbers + last, -1).cummax(1).values
-    before = torch.nn.functional.pad(reached[:, :-1], (1, 0), value=-1) - numbers
-    first_length = sum(((first - before - 1) >= 1 << bits).int() for bits in (7, 14, 21, 28)) + 1
-    length = (length + torch.where(last >= 0, first_length, 0)).long()
-    ends = length.flatten().cumsum(0)
-    in_rows = length.sum(1).tolist()
-    data = torch.empty(sum(in_rows), dtype=torch.uint8, device=masks.device)
-    _write_kernel[(blocks, rows)](sets, outside, before, ends - length.flatten(), data, size, blocks, **options)
-    return data, in_rows
+    starts = torch.arange(1, rows + 1, device=masks.device).unsqueeze(1)  # what is before a row's first, too
+    places = (held.flatten().cumsum(0) - held.flatten()).view(rows, blocks) + starts
+    total = sum(listed) + rows
+    found = torch.empty(total, dtype=torch.int32, device=masks.device)
+    _list_kernel[(blocks, rows)](sets, outside, numbers, places, found, size, blocks, **options)
+    lengths = torch.empty_like(found)
+    grid = (triton.cdiv(total, SHORT),)
+    _lengths_kernel[grid](found, lengths, total, BLOCK=SHORT)
+    ends = lengths.cumsum(0)
+    lasts = torch.tensor(listed, device=masks.device).add_(1).cumsum(0).sub_(1)
+    row_ends = ends[lasts].tolist()
+    data = torch.empty(row_ends[-1], dtype=torch.uint8, device=masks.device)
+    _write_kernel[grid](found, ends, data, total, BLOCK=SHORT)
+    return data, [end - start for start, end in zip([0, *row_ends], row_ends)]

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+TILES = 4  # blocks that one program goes through: each has to find out how the threshold begins
 DIGITS = 256
 LEVELS = 4
 COUNTED = ["keep", "size", "start", "salt"]
@@ -56,24 +57,28 @@ def _turn(at, start, salt):
 
 @triton.jit(do_not_specialize=COUNTED)
 def _digits_kernel(
-    values, among, counts, keep, size, LEVEL: tl.constexpr, AMONG: tl.constexpr, BLOCK: tl.constexpr
+    values, among, counts, keep, size, LEVEL: tl.constexpr, AMONG: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr
 ):  # fmt: skip
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    bits, eligible = _magnitudes(values, among, at, size, AMONG)
     need = keep
     begins = 0
     for level in tl.static_range(LEVEL):
         digit, need, _ = _find(counts + 256 * level, need)
         begins = begins * 256 + digit
-    if LEVEL > 0:
-        eligible = eligible & ((bits >> (32 - 8 * LEVEL)) == begins)
-    digit = (bits >> (24 - 8 * LEVEL)) & 255
     counts += 256 * LEVEL
+    found = tl.zeros((256,), tl.int32)
+    for tile in range(TILES):
+        at = (tl.program_id(0) * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
+        bits, eligible = _magnitudes(values, among, at, size, AMONG)
+        if LEVEL > 0:
+            eligible = eligible & ((bits >> (32 - 8 * LEVEL)) == begins)
+        digit = (bits >> (24 - 8 * LEVEL)) & 255
+        if LEVEL < 2:
+            found += _count(digit, eligible, BLOCK)
+        else:  # few begin like the threshold
+            tl.atomic_add(counts + digit, 1, mask=eligible, sem="relaxed")
     if LEVEL < 2:
-        found = _count(digit, eligible, BLOCK)
         tl.atomic_add(counts + tl.arange(0, 256), found, mask=found > 0, sem="relaxed")
-    else:  # few begin like the threshold
-        tl.atomic_add(counts + digit, 1, mask=eligible, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=COUNTED)
@@ -138,7 +143,9 @@ def _mask_kernel(
     tl.store(mask + at, chosen.to(tl.uint8), mask=at < size)
 
 
-def largest(values: Tensor, keep: int, start: int, salt: int, among: Tensor | None, block: int = BLOCK) -> Tensor:
+def largest(
+    values: Tensor, keep: int, start: int, salt: int, among: Tensor | None, block: int = BLOCK, tiles: int = TILES
+) -> Tensor:
     """A mask of the `keep` largest magnitudes of float32 values; among equals the lowest hash of `start` + position,
     salted, goes first. Where fewer are eligible all of them are taken. A value that is not a number is largest."""
     size = values.numel()
@@ -153,8 +160,9 @@ def largest(values: Tensor, keep: int, start: int, salt: int, among: Tensor | No
     salt -= (salt >> 31) << 32  # the same bits, as a signed number
     options = {"AMONG": among is not None, "BLOCK": block, "num_warps": 8}
     grid = (triton.cdiv(size, block),)
+    tiled = (triton.cdiv(size, block * tiles),)
     for level in range(LEVELS):
-        _digits_kernel[grid](values, eligible, digits, keep, size, LEVEL=level, **options)
+        _digits_kernel[tiled](values, eligible, digits, keep, size, LEVEL=level, TILES=tiles, **options)
     _ties_kernel[grid](values, eligible, digits, found, ties, keep, size, start, salt, **options)
     _last_kernel[(1,)](turns, found, ties, BLOCK=block)
     _mask_kernel[grid](values, eligible, found, mask.view(torch.uint8), size, start, salt, **options)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gluefl.selection import Sparse
+from gluefl.selection import Sparse, uniform_mask
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ class Space:
 
     def mask(self, value: bool) -> Tensor:
         """A mask that is the same everywhere."""
-        return torch.full((self.size,), value, device=self.device)
+        return uniform_mask(self.size, value, self.device)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ equation 7 without a ratio to look up, and it holds when a client moves between 
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from gluefl.selection import Sparse
@@ -17,6 +18,8 @@ def compensate(delta: Tensor, residual: Tensor | None, weight: float, mode: Comp
     """Δ + (ν^φ / ν) h."""
     if residual is None or mode == "none":
         return delta
+    if delta.is_cuda:
+        return torch.add(delta, residual, alpha=1 / weight if mode == "rescaled" else 1)  # one pass instead of two
     return delta + (residual / weight if mode == "rescaled" else residual)
 
 
@@ -24,4 +27,4 @@ def remember(delta: Tensor, sent: Sparse, weight: float, mode: Compensation) -> 
     """h = Δ − what was sent."""
     if mode == "none":
         return None
-    return sent.set_in(delta * weight if mode == "rescaled" else delta.clone(), 0)
+    return sent.rest_of(delta, weight if mode == "rescaled" else 1)

@@ -61,7 +61,7 @@ def lay_out(mask: Tensor, count: int) -> LaidOut:
         return LaidOut(size, count)
     gaps = None
     if _few(count, size) <= SPARSE * size:
-        gaps = _gaps(mask if _lists_present(count, size) else ~mask)
+        gaps = _gaps(mask if _lists_present(count, size) else ~mask, _few(count, size))
     return LaidOut(size, count, _to_bitmap(mask) if _tries_bitmap(count, size) else None, gaps)
 
 
@@ -76,7 +76,7 @@ def lay_out_rows(masks: Tensor, counts: Sequence[int], known: Tensor | None = No
     for present in (True, False):
         few = [i for i in some if _few(counts[i], size) <= SPARSE * size and _lists_present(counts[i], size) == present]
         if few:
-            gaps |= zip(few, _gaps_of_rows(rows_of(masks, few), known, present))
+            gaps |= zip(few, _gaps_of_rows(rows_of(masks, few), known, present, [_few(counts[i], size) for i in few]))
     return [
         LaidOut(size, count, bitmaps[i].data if i in bitmaps else None, gaps.get(i)) for i, count in enumerate(counts)
     ]
@@ -175,10 +175,10 @@ def _from_bitmap(data: bytes, size: int) -> np.ndarray:
     return bits[:size].astype(bool)
 
 
-def _gaps(mask: Tensor) -> bytes | memoryview:
+def _gaps(mask: Tensor, count: int) -> bytes | memoryview:
     """LEB128 varints of position − previous position − 1, the one before the first being −1."""
     if mask.is_cuda:
-        return _gaps_of_rows(mask.unsqueeze(0), None, present=True)[0]
+        return _gaps_of_rows(mask.unsqueeze(0), None, True, [count])[0]
     gaps = np.diff(positions_of(mask).numpy(), prepend=-1) - 1
     lengths = np.ones(gaps.size, np.int64)
     for i in range(1, LONGEST_VARINT):
@@ -201,11 +201,11 @@ def count_rows(masks: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
     return held, both
 
 
-def _gaps_of_rows(masks: Tensor, known: Tensor | None, present: bool) -> list[memoryview]:
+def _gaps_of_rows(masks: Tensor, known: Tensor | None, present: bool, listed: Sequence[int]) -> list[memoryview]:
     if kernels.serve(masks):
         from gluefl.kernels.gaps import gaps
 
-        varints, lengths = gaps(masks, known, present)
+        varints, lengths = gaps(masks, known, present, listed)
     else:
         varints, lengths = _gaps_by_torch(_beside(masks if present else ~masks, known))
     data, ends = _to_host(varints), np.cumsum(lengths)
