@@ -247,7 +247,7 @@ def collect(
         sent[client] = wire.Body(update, outcome.statistics, shared, sends_mask=False)
         waiting.append(sent[client])
         if len(waiting) == ENCODED_TOGETHER:
-            wire.encode_positions(waiting)
+            wire.encode_positions(waiting, under_way=True)
             waiting = []
         header = wire.Header(
             kind=wire.UPLOAD,
@@ -262,7 +262,7 @@ def collect(
         )
         received = f.channel.receive(header, sent[client])
         uploads.append(Upload(client, settled[client], received.update, received.statistics, outcome.loss))
-    wire.encode_positions(waiting)
+    wire.encode_positions(waiting, under_way=True)
     return sorted(uploads, key=lambda upload: upload.client), dict(sorted(sent.items()))
 
 
@@ -287,22 +287,26 @@ def check_loss(loss: float, client: int, round: int) -> None:
 
 @dataclass(frozen=True)
 class Aggregated:
-    """What the uploads of a round amount to."""
+    """What the uploads of a round amount to. On a GPU all of it may still be under way."""
 
     strategy: Any
     velocity: Tensor | None
     update: Sparse
+    weights: Tensor  # the model after it
     statistics: Tensor
+    finite: Tensor  # whether it is made of numbers
 
 
 def aggregate(f: Federation, state: State, uploads: Sequence[Upload], round: int) -> Aggregated:
     """The update to publish; without an upload, nothing changes."""
-    if not uploads:
-        return Aggregated(state.strategy, state.velocity, Sparse.empty(f.space.size, f.space.device), state.statistics)
-    strategy, update = f.strategy.aggregate(state.strategy, uploads, round)
-    velocity, update = f.server.step(state.velocity, update)
-    statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
-    return Aggregated(strategy, velocity, update, statistics)
+    strategy, velocity, statistics = state.strategy, state.velocity, state.statistics
+    update = Sparse.empty(f.space.size, f.space.device)
+    if uploads:
+        strategy, update = f.strategy.aggregate(strategy, uploads, round)
+        velocity, update = f.server.step(velocity, update)
+        statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
+    finite = update.finite() & torch.isfinite(statistics).all()
+    return Aggregated(strategy, velocity, update, update.add_to(state.weights.clone()), statistics, finite)
 
 
 def publish(
@@ -320,7 +324,7 @@ def publish(
     return State(
         round=round,
         clock_s=clock_s,
-        weights=aggregated.update.add_to(state.weights.clone()),
+        weights=aggregated.weights,
         statistics=aggregated.statistics,
         ledger=ledger.publish(aggregated.update),
         sampler=f.sampler.settle(state.sampler, up_bytes, stream(f.seed, "settle", round)),
@@ -332,5 +336,5 @@ def publish(
 
 def check_finite(aggregated: Aggregated, round: int) -> None:
     """Refuse to publish a model that is not made of numbers. As late as may be: a GPU is waited for."""
-    if not (aggregated.update.is_finite() and torch.isfinite(aggregated.statistics).all()):
+    if not aggregated.finite:
         raise GlueFLError(f"round {round}: the update is not finite. {DIVERGED}")

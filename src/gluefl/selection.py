@@ -129,11 +129,11 @@ class Sparse:
             return rest(vector, self.mask(), weight)
         return self.set_in(vector * weight, 0)
 
-    def is_finite(self) -> bool:
-        """Whether all values are numbers."""
+    def finite(self) -> Tensor:
+        """Whether all values are numbers; on a GPU that may still be under way."""
         if self._is_whole or self._listed:
-            return bool(torch.isfinite(self.values).all())
-        return bool(torch.isfinite(self._vector).logical_or_(~self.mask()).all())
+            return torch.isfinite(self.values).all()
+        return torch.isfinite(self._vector).logical_or_(~self.mask()).all()
 
     @property
     def _is_whole(self) -> bool:

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-TILES = 4  # blocks that one program goes through: each has to find out how the threshold begins
+BLOCK = 2048
+TILES = 2  # blocks that one program goes through: each has to find out how the threshold begins
 DIGITS = 256
 LEVELS = 4
 COUNTED = ["keep", "size", "start", "salt"]
@@ -63,8 +63,8 @@ def _digits_kernel(
     need = keep
     begins = 0
     for level in tl.static_range(LEVEL):
-        digit, need, _ = _find(counts + 256 * level, need)
-        begins = begins * 256 + digit
+        first, need, _ = _find(counts + 256 * level, need)
+        begins = begins * 256 + first
     counts += 256 * LEVEL
     found = tl.zeros((256,), tl.int32)
     for tile in range(TILES):

@@ -69,14 +69,14 @@ class Convolution(Layer):
         from gluefl.training.kernels.depthwise import Depthwise
 
         how = self.how
-        x = _pixels(x, self.clients)
         if how.kernel_size == (1, 1) and how.padding == (0, 0) and how.groups == 1:
-            if how.stride != (1, 1):
-                x = x[:, :, :: how.stride[0], :: how.stride[1]]
+            last = x.permute(0, 2, 3, 1)[:, :: how.stride[0], :: how.stride[1]]
             slot = self.place()
             slot = None if slot is None else slot.flatten(2)
-            y = _product(x.reshape(self.clients, -1, x.shape[-1]), self.weight.flatten(2), self.bias, slot)
-            return _picture(y.view(*x.shape[:-1], y.shape[-1]))
+            # Not copied where rows lie apart from each other, as half of the channels do: a product can read that.
+            y = _product(last.reshape(self.clients, -1, last.shape[-1]), self.weight.flatten(2), self.bias, slot)
+            return y.view(*last.shape[:-1], y.shape[-1]).permute(0, 3, 1, 2)
+        x = _pixels(x, self.clients)
         size = how.stride[0], how.padding[0], how.dilation[0]
         if _by_tap(how):
             y = Convolve.apply(x, self.weight, *size, self.place())

@@ -7,9 +7,8 @@ of a package depends only on the version a client holds, so that it is encoded o
 import hashlib
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import cycle
@@ -104,40 +103,36 @@ class Body:
         return task.result()[place]
 
 
-Apart = Callable[[], AbstractContextManager[None]]
 Handed = dict[int, tuple["Future[list[tuple[int, Packed]]]", int]]  # id of a body → a task and the body's place in it
 
 
-def encode_positions(bodies: Sequence[Body]) -> None:
+def encode_positions(bodies: Sequence[Body], under_way: bool = False) -> None:
     """Start to encode the positions of bodies that share one mask, on all cores: who asks for them waits for them.
-    Of a GPU nobody waits here, neither for what was started there nor for the bytes that leave it."""
+    A GPU is waited for until they have left it, unless they are said to be `under_way` there."""
     if not bodies:
         return
     shared = bodies[0].shared
     if count_true(shared.mask) and not shared.mask.is_cuda:
         _ = shared.outside  # before several threads ask for it at once
-    apart = _apart(shared.mask.device)
     if not {"packed", "started"} & vars(shared).keys():
-        vars(shared)["started"] = beside(_pack, shared.mask, apart)
-    handed = beside(_hand_out, bodies, apart)
+        vars(shared)["started"] = beside(squeeze, lay_out(shared.mask, count_true(shared.mask)))
+    if shared.mask.is_cuda and under_way:
+        started = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # nobody spins meanwhile
+        started.record(torch.cuda.current_stream(shared.mask.device))
+        handed = beside(_hand_out_apart, bodies, next(_streams(shared.mask.device)), started)
+    else:
+        handed = Future[Handed]()
+        handed.set_result(_hand_out(bodies))
     for body in bodies:
         vars(body)["handed"] = handed
 
 
-def _apart(device: torch.device) -> "Apart":
-    """On a GPU a stream apart: what runs there waits for what was started before, not for what has been since."""
-    if device.type != "cuda":
-        return nullcontext
-    started = torch.cuda.current_stream(device).record_event()
-    stream = next(_streams(device))
-
-    @contextmanager
-    def apart() -> Iterator[None]:
-        with torch.cuda.stream(stream):
-            stream.wait_event(started)
-            yield
-
-    return apart
+def _hand_out_apart(bodies: Sequence[Body], stream: "torch.cuda.Stream", started: "torch.cuda.Event") -> Handed:
+    """In a stream of its own: what was started before is waited for, not what has been since. And waited for first:
+    a thread that waits in the middle of a copy keeps all others from starting anything."""
+    started.synchronize()
+    with torch.cuda.stream(stream):
+        return _hand_out(bodies)
 
 
 @cache
@@ -146,16 +141,9 @@ def _streams(device: torch.device) -> "Iterator[torch.cuda.Stream]":
     return cycle([torch.cuda.Stream(device, priority=-1) for _ in range(STREAMS)])  # type: ignore[no-untyped-call]
 
 
-def _pack(mask: Tensor, apart: Apart) -> Packed:
-    with apart():
-        laid_out = lay_out(mask, count_true(mask))
-    return squeeze(laid_out)
-
-
-def _hand_out(bodies: Sequence[Body], apart: Apart) -> Handed:
+def _hand_out(bodies: Sequence[Body]) -> Handed:
     if bodies[0].shared.mask.is_cuda:
-        with apart():
-            lay_out_together(bodies)
+        lay_out_together(bodies)
     # One task for every core, not for every body: threads that hand over every fifth of a millisecond lose half of it.
     tasks = min(available(), len(bodies))
     handed: Handed = {}
