@@ -22,7 +22,7 @@ from gluefl.planned import planned
 from gluefl.studies import catalogue, pages
 from gluefl.studies.catalogue import Choice, configurations, load, names, seeds
 from gluefl.studies.conduct import conduct
-from gluefl.studies.findings import TABLES, bandwidths, main_table
+from gluefl.studies.findings import TABLES, bandwidths, findings
 from gluefl.studies.intervals import estimate, student_t
 from gluefl.studies.measures import MEASURES, Run, common_target
 from gluefl.studies.runner import FAILED, execute, is_done
@@ -167,7 +167,7 @@ def test_a_run_that_diverges_is_a_result_and_not_an_error(tmp_path) -> None:
     plan = planned(variants, [1], tmp_path)
     execute(plan, jobs=2)
     assert (tmp_path / "none-1" / FAILED).exists() and all(is_done(item) for item in plan)
-    grid = main_table(study, [Run.read(item) for item in plan])
+    (grid,) = findings(study, [Run.read(item) for item in plan])
     assert any("none, seed 1, diverged" in note for note in grid.notes)
     assert grid.rows["none"]["accuracy"] is None and grid.rows["REC"]["accuracy"] is not None
 
@@ -250,10 +250,25 @@ def test_figures_are_those_at_the_target() -> None:
 
 def test_a_table_says_who_did_not_arrive() -> None:
     runs = [made_up("fedavg", [0.9] * 3), made_up("fedavg", [0.9] * 3, seed=2), made_up("stc", [0.1, 0.1, 0.1])]
-    grid = main_table(load("table2"), runs)
+    (grid,) = findings(load("table2"), runs)
     assert grid.title == "At 90% accuracy" and grid.notes == ("stc, seed 1, did not reach 90% (best 10.0%).",)
     assert pages.cell(grid.rows["stc"]["download"], "volume") == "–"
     assert pages.cell(grid.rows["fedavg"]["rounds"], "count") == "2 ± 0"
+
+
+def test_where_the_target_was_missed_there_is_a_table_for_all() -> None:
+    def grids(target: float, at: float | None = None):
+        settings = {"target": target, "evaluation": {"average": 1}}
+        runs = made_up("fedavg", [0.5, 0.85, 0.95], **settings), made_up("gluefl", [0.3, 0.4, 0.85], **settings)
+        return findings(load("table2"), runs, at)
+
+    assert [grid.title for grid in grids(0.8)] == ["At 80% accuracy"]
+    first, second = grids(0.9)
+    assert first.title == "At 90% accuracy" and second.title == "At 85% accuracy"
+    assert first.rows["gluefl"]["rounds"] is None and second.rows["gluefl"]["rounds"].mean == 3
+    assert first.rows["fedavg"]["rounds"].mean == 3 and second.rows["fedavg"]["rounds"].mean == 2
+    (asked,) = grids(0.9, at=0.4)
+    assert asked.title == "At 40% accuracy" and asked.rows["gluefl"]["rounds"].mean == 2
 
 
 def test_download_by_skipped_rounds() -> None:

@@ -163,6 +163,9 @@ def demo(
 @click.option("--jobs", type=int, help="Runs at a time; as many as there are cores, one on a GPU.")
 @click.option("--resume", is_flag=True, help="Go on with the study in --out; what is done is not run again.")
 @click.option("--reuse", type=click.Path(path_type=Path), help="Take runs of the same configuration from this folder.")
+@click.option(
+    "--at", type=click.FloatRange(0, 1, min_open=True), help="The accuracy of the tables; runs stay as they are."
+)
 @click.option("--markdown", is_flag=True, help="Print the tables as markdown.")
 @common
 def study(
@@ -177,6 +180,7 @@ def study(
     jobs: int | None,
     resume: bool,
     reuse: Path | None,
+    at: float | None,
     markdown: bool,
     out: Path | None,
     sets: tuple[str, ...],
@@ -197,7 +201,7 @@ def study(
     from gluefl.studies import pages
     from gluefl.studies.conduct import conduct
 
-    outcome = conduct(chosen, choice, out, numbers, device, jobs, resume, reuse)
+    outcome = conduct(chosen, choice, out, numbers, device, jobs, resume, reuse, at)
     if as_json:
         click.echo(json.dumps(outcome.json))
         _page(out, quiet=True)

@@ -33,15 +33,17 @@ def conduct(
     jobs: int | None = None,
     resume: bool = False,
     reuse: Path | None = None,
+    at: float | None = None,
 ) -> Outcome:
-    """Run what is not done yet, here or below the folder `reuse`, measure, and write `out/study.json`."""
+    """Run what is not done yet, here or below the folder `reuse`, measure, at the accuracy `at` if one is given, and
+    write `out/study.json`."""
     began = time.monotonic()
     variants = configurations(study, choice)
     used = list(chosen_seeds or seeds(study, choice))
     plan = planned(variants, used, out) if variants else []
     execute(plan, device, jobs, resume, reuse)
     runs = [Run.read(item) for item in plan]
-    grids = tuple(findings(study, runs))
+    grids = tuple(findings(study, runs, at))
     heading = _heading(choice, runs, used)
     found: dict[str, Any] = {
         "study": study.name,

@@ -13,6 +13,7 @@ from gluefl.studies.intervals import Estimate, estimate
 from gluefl.studies.measures import MEASURES, Form, Run, common_target
 from gluefl.tables import percent
 
+AT_TARGET = {"rounds", "download", "total", "download_time", "total_time"}  # measures up to the target
 SKIPPED = ((1, 1), (2, 2), (3, 5), (6, 10), (11, 20), (21, 50), (51, None))  # rounds since the last download
 
 
@@ -44,17 +45,25 @@ class Grid:
         return {"title": self.title, "rows": rows, "notes": [*self.notes]}
 
 
-def findings(study: Study, runs: Sequence[Run]) -> list[Grid]:
-    """The tables of a study whose runs are over."""
-    grids = [main_table(study, runs)] if study.measures else []
+def findings(study: Study, runs: Sequence[Run], at: float | None = None) -> list[Grid]:
+    """The tables of a study whose runs are over, at an accuracy or at those that the study chooses."""
+    targets = [at] if at is not None else _targets(study, runs)
+    grids = [main_table(study, runs, target) for target in targets] if study.measures else []
     return grids + [TABLES[name](runs) for name in study.tables]
 
 
-def main_table(study: Study, runs: Sequence[Run]) -> Grid:
-    """A row per run, means over the seeds; ratios are taken seed by seed, which share start and data."""
+def _targets(study: Study, runs: Sequence[Run]) -> list[float | None]:
+    """The target of the configuration; where not every run reached it, the highest that all of them did, too."""
     configured = {run.config.target for run in runs}
-    target = configured.pop() if len(configured) == 1 else None
-    target = target if target is not None else common_target(runs)
+    common, target = common_target(runs), configured.pop() if len(configured) == 1 else None
+    if target is None:
+        return [common]
+    missed = any(run.until(target) is None for run in runs if run.error is None)
+    return [target, common] if AT_TARGET & set(study.measures) and missed and common else [target]
+
+
+def main_table(study: Study, runs: Sequence[Run], target: float | None) -> Grid:
+    """A row per run, means over the seeds; ratios are taken seed by seed, which share start and data."""
     by_label = _by_label(runs)
     base = {run.seed: run for run in by_label.get(study.baseline or "", [])}
     columns, rows = list[Column](), {label: dict[str, Estimate | None]() for label in by_label}
@@ -68,7 +77,7 @@ def main_table(study: Study, runs: Sequence[Run]) -> Grid:
             for label, some in by_label.items():
                 ratios = [_ratio(measure.of(run, target), _of(base.get(run.seed), measure.of, target)) for run in some]
                 rows[label][f"{name}_ratio"] = estimate(ratios)
-    at_target = {"rounds", "download", "total", "download_time", "total_time"} & set(study.measures)
+    at_target = AT_TARGET & set(study.measures)
     title = f"At {percent(target)} accuracy" if at_target and target is not None else "Over all rounds"
     return Grid(title, "run", tuple(columns), rows, _notes(runs, target if at_target else None))
 
