@@ -7,17 +7,16 @@ of a package depends only on the version a client holds, so that it is encoded o
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import cycle
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gluefl.cores import available, beside
+from gluefl.cores import available, beside, in_turn
 from gluefl.errors import WireError
 from gluefl.selection import Sparse, count_true, positions_of
 from gluefl.wire.positions import LaidOut, Packed, count_rows, lay_out, lay_out_rows, pack, rows_of, squeeze, unpack
@@ -39,7 +38,6 @@ SECTION = struct.Struct("<BBHIQ")
 
 ABSOLUTE, BESIDE_MASK, KNOWN = range(3)  # relation of a set of positions to the shared mask
 AT_A_TIME = 1 << 28  # positions of many bodies that are laid out together
-STREAMS = 4  # of a GPU, in which they are
 RAW = 0  # the codec of values: as they are, little-endian
 
 
@@ -119,7 +117,7 @@ def encode_positions(bodies: Sequence[Body], under_way: bool = False) -> None:
     if shared.mask.is_cuda and under_way:
         started = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # nobody spins meanwhile
         started.record(torch.cuda.current_stream(shared.mask.device))
-        handed = beside(_hand_out_apart, bodies, next(_streams(shared.mask.device)), started)
+        handed = in_turn(_hand_out_apart, bodies, _stream(shared.mask.device), started)
     else:
         handed = Future[Handed]()
         handed.set_result(_hand_out(bodies))
@@ -136,9 +134,9 @@ def _hand_out_apart(bodies: Sequence[Body], stream: "torch.cuda.Stream", started
 
 
 @cache
-def _streams(device: torch.device) -> "Iterator[torch.cuda.Stream]":
+def _stream(device: torch.device) -> "torch.cuda.Stream":
     # Before what else the GPU has to do: the cores wait for it.
-    return cycle([torch.cuda.Stream(device, priority=-1) for _ in range(STREAMS)])  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def _hand_out(bodies: Sequence[Body]) -> Handed:
