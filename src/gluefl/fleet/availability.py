@@ -93,6 +93,7 @@ def threshold(clock_s: Floats) -> Floats:
     return np.interp(_day(clock_s), *_curve())
 
 
+@functools.lru_cache(maxsize=1 << 10)  # all clients of a round are asked for at the same moment
 def _threshold_at(clock_s: float) -> float:
     return float(np.interp(clock_s if clock_s < DAY_S else DAY_S + clock_s % DAY_S, *_curve()))
 
@@ -111,6 +112,7 @@ def _knots(start_s: float, end_s: float) -> Floats:
     return every[(every > start_s) & (every < end_s)]
 
 
+@functools.lru_cache(maxsize=1 << 4)
 def _next_knot_s(clock_s: float) -> float:
     at = _curve()[0]
     day = 0.0 if clock_s < DAY_S else clock_s // DAY_S * DAY_S - DAY_S  # the table's second day, moved to this one
@@ -147,7 +149,7 @@ class Diurnal:
 
     def online_until(self, client: int, clock_s: float, horizon_s: float) -> float:
         """The first moment at which process and threshold cross, searched day by day."""
-        one, phase_s = np.array([client], np.int64), _phase_of(self, client)
+        phase_s = _phase_of(self, client)
         end_s = min(horizon_s, clock_s + SEARCH_S)
         start_s = clock_s
         slot = math.floor((clock_s + phase_s) / SLOT_S)
@@ -156,6 +158,7 @@ class Diurnal:
             process = _latent_of(self, client, slot)
             if _threshold_at(clock_s) > process and _threshold_at(end_s) > process:
                 return math.inf
+        one = np.array([client], np.int64)
         while start_s < end_s:
             stop_s = min(end_s, start_s + DAY_S)
             gone_s = self._first_crossing_s(one, phase_s, start_s, stop_s)
