@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gluefl.engines.local import LocalEngine
+from gluefl.errors import DataError
 from gluefl.populations import Samples
 from gluefl.populations.shelf import Shelf
 from gluefl.training import LocalSGD, Outcome
@@ -59,6 +60,25 @@ def test_who_was_prepared_trains_as_who_was_not(room) -> None:
         assert found == list(plain.train(torch.zeros(3), torch.zeros(3), used, round, None))
     if room == 10**9:
         assert sorted(population.asked) == list(range(22))  # once each, and 20 and 21 only when they were needed
+
+
+def test_what_is_wrong_with_data_is_said_when_it_is_trained_on() -> None:
+    class Damaged(Blobs):
+        def train(self, client: int) -> Samples:
+            if client == 7:
+                raise DataError("client 7 cannot be read")
+            found = super().train(client)
+            return Samples(found.inputs[:0], found.labels[:0]) if client == 5 else found
+
+    engine = LocalEngine(Damaged(), Trainer(), LocalSGD(), 1, NOWHERE)
+    for round, invited in enumerate((range(10), range(7)), 1):  # the second time all can be read, one is empty
+        engine.prepare(invited, round)
+        assert len(list(engine.train(torch.zeros(3), torch.zeros(3), range(4), round, None))) == 4
+        assert not engine.ready  # nobody else's data is kept
+    for client, message in ((7, "client 7 cannot be read"), (5, "client 5 has no samples")):
+        engine.prepare(range(10), 3)
+        with pytest.raises(DataError, match=message):
+            list(engine.train(torch.zeros(3), torch.zeros(3), [1, client], 3, None))
 
 
 def test_threads_of_our_own_leave_the_others_theirs() -> None:

@@ -91,6 +91,10 @@ TAKEN = {
         lambda s, x: s.out(s.bn(s.fc(x.flatten(1)).chunk(2, 1)[0])),
         fc=nn.Linear(64, 12), bn=nn.BatchNorm1d(6), out=nn.Linear(6, 5),
     ),
+    "half of the channels multiplied": lambda: Forward(
+        lambda s, x: s.out(s.pixel(s.first(x).chunk(2, 1)[1]).mean((2, 3))),
+        first=nn.Conv2d(1, 12, 3), pixel=nn.Conv2d(6, 8, 1, stride=2), out=nn.Linear(8, 5),
+    ),
     "asks for a size": lambda: Forward(lambda s, x: s.fc(x.reshape(-1, s.fc.in_features)), fc=nn.Linear(64, 5)),
 }  # fmt: skip
 LEFT = {

@@ -3,17 +3,21 @@
 import gc
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
-from federations import Engine, federation
+from federations import LAYOUT, RUN, Engine, federation
 from gluefl import GlueFL, Sticky
+from gluefl import round as round_module
+from gluefl.channel import Encoded, Measured
 from gluefl.errors import GlueFLError
 from gluefl.round import asked, play
 from gluefl.selection import Sparse
 from gluefl.strategies import Upload
 from gluefl.training import Outcome
+from gluefl.wire import bodies
 
 
 def test_losses_on_a_device_and_here_keep_their_clients() -> None:
@@ -67,3 +71,56 @@ def test_updates_are_not_kept_beyond_what_is_sent_of_them() -> None:
     f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40, engine=engine)
     play(f, state)
     assert len(engine.deltas) == 6 and engine.most <= 2
+
+
+class Inflated(Engine):
+    """Its losses and updates are numbers, its statistics are not."""
+
+    def __init__(self, on_device: bool) -> None:
+        self.on_device = on_device
+
+    def train(self, *arguments):
+        for outcome in super().train(*arguments):
+            loss = torch.tensor(0.5) if self.on_device else 0.5
+            yield replace(outcome, statistics=outcome.statistics + torch.inf, loss=loss)
+
+
+@pytest.mark.parametrize("channel", [Measured(), Encoded(LAYOUT, RUN)])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_model_that_is_not_made_of_numbers_is_not_published(on_device, channel) -> None:
+    f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40, engine=Inflated(on_device))
+    with pytest.raises(GlueFLError, match="round 1: the update is not finite"):
+        play(replace(f, channel=channel), state)
+
+
+@pytest.mark.parametrize("channel", [Measured, lambda: Encoded(LAYOUT, RUN)])
+@pytest.mark.parametrize("together, cores", [(1, 2), (3, 1), (3, 5), (8, 2), (10**9, 2)])
+def test_how_many_uploads_are_encoded_together_changes_nothing(together, cores, channel, monkeypatch) -> None:
+    def lines() -> list[dict]:
+        f, state = federation(GlueFL(0.3, 0.2), Sticky(17, 40, 12), 90)
+        f, found = replace(f, channel=channel()), []
+        for _ in range(4):
+            state, record = play(f, state)
+            found.append(record.line)
+        return found
+
+    expected, encoded = lines(), []
+    monkeypatch.setattr("gluefl.round.ENCODED_TOGETHER", together)
+    for module in ("cores", "wire.bodies"):
+        monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
+    encode = bodies._encode_positions
+    monkeypatch.setattr(bodies, "_encode_positions", lambda body: encoded.append(id(body)) or encode(body))
+    assert lines() == expected
+    versions = sum(len(set(line["clients"]["staleness"])) for line in expected)
+    assert len(encoded) == 4 * 17 + versions + 1  # every body once, and the upload that is expected before the first
+
+
+def test_nobody_asks_for_a_loss_before_everything_is_started(monkeypatch) -> None:
+    order = []
+    for name in ("aggregate", "asked"):
+        function = getattr(round_module, name)
+        monkeypatch.setattr(
+            round_module, name, lambda *a, name=name, function=function: order.append(name) or function(*a)
+        )
+    play(*federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40))
+    assert order == ["aggregate", "asked"]

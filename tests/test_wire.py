@@ -4,6 +4,7 @@ import os
 import struct
 import tracemalloc
 import zlib
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gluefl import wire
-from gluefl.errors import WireError
+from gluefl.cores import beside
+from gluefl.errors import GlueFLError, WireError
 from gluefl.selection import Sparse
 from gluefl.wire import positions
-from gluefl.wire.messages import ABSOLUTE, BESIDE_MASK, HEADER, KNOWN, SECTION
+from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, KNOWN, _hand_out_apart
+from gluefl.wire.messages import HEADER, SECTION
 
 GOLDEN = Path(__file__).parent / "golden"
 RUN, LAYOUT = b"runrunru", b"layoutla"
@@ -380,6 +383,60 @@ def test_bodies_are_laid_out_together_as_one_by_one(size, kinds, seed) -> None:
 @pytest.mark.parametrize("density", [0.01, 0.3, 0.95])
 def test_bodies_are_laid_out_on_a_gpu_as_one_by_one(size, density) -> None:
     assert_laid_out_alike(size, 2 * KINDS, 5, density, "cuda")
+
+
+class Settled:
+    """An event that has happened."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("cores", [1, 2, 5])
+@pytest.mark.parametrize("how", ["at once", "apart"])
+def test_positions_are_encoded_beside_as_here(how, cores, monkeypatch) -> None:
+    def bodies() -> list[wire.Body]:
+        shared, made = wire.Shared(torch.arange(500) % 5 == 0), []
+        for number in range(9):
+            update = Sparse.where(shared.mask | mask_of(500, 0.1, number), torch.arange(500.0))
+            made.append(wire.Body(update, torch.zeros(2), shared, sends_mask=number % 2 == 0))
+        return made
+
+    here, beside = bodies(), bodies()
+    for module in ("cores", "wire.bodies"):
+        monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
+    if how == "at once":
+        wire.encode_positions(beside, under_way=True)
+    else:  # what is done for a GPU
+        handed = Future()
+        handed.set_result(_hand_out_apart(beside, None, Settled()))
+        for body in beside:
+            vars(body)["handed"] = handed
+    assert [wire.encode_body(body) for body in beside] == [wire.encode_body(body) for body in here]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_what_goes_wrong_beside_is_said_where_it_is_asked_for(cores, monkeypatch) -> None:
+    def broken(*arguments):
+        raise GlueFLError("no room")
+
+    for module in ("cores", "wire.bodies"):
+        monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
+    monkeypatch.setattr("gluefl.wire.bodies.squeeze", broken)
+    body = wire.Body(Sparse.where(torch.arange(90) % 5 == 0, torch.ones(90)), torch.zeros(2),
+                     wire.Shared(torch.zeros(90, dtype=torch.bool)), False)  # fmt: skip
+    wire.encode_positions([body])
+    with pytest.raises(GlueFLError, match="no room"):
+        wire.measure(body)
+
+
+@pytest.mark.parametrize("density", [0.05, 0.1, 0.9])
+def test_bitmap_and_gaps_are_compressed_beside_each_other(density, monkeypatch) -> None:
+    masks = [torch.from_numpy(np.random.default_rng(i).random(9000) < density) for i in range(40)]
+    expected = [positions.pack(mask) for mask in masks]
+    monkeypatch.setattr(positions, "LONG_TO_COMPRESS", 0)
+    started = [beside(positions.pack, mask) for mask in masks]  # more than there are threads: none may wait for another
+    assert [task.result(timeout=60) for task in started] == expected
 
 
 def assert_laid_out_alike(size, kinds, seed, density, device) -> None:

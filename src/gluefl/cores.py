@@ -1,4 +1,4 @@
-"""Work beside the round: compressing a message waits for nothing and nobody, so it runs on whatever core is free."""
+"""Work beside the round: compressing a message, say, waits for nobody, so it runs on whatever core is free."""
 
 import os
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def beside(function: Callable[..., T], *arguments: Any) -> "Future[T]":
 
 
 def in_turn(function: Callable[..., T], *arguments: Any) -> "Future[T]":
-    """As `beside`, but one after the other, in a thread of its own: work that asks a GPU and waits for its answers in
-    turn holds the interpreter most of the time, and several such threads only stand in each other's way."""
+    """As `beside`, but one after the other, in a thread of its own: work that gives a GPU many small things to do holds
+    the interpreter most of the time, and several such threads only stand in each other's way."""
     return _done(function, *arguments) if available() == 1 else _turns().submit(function, *arguments)
 
 

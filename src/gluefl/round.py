@@ -235,9 +235,11 @@ def collect(
     nominal = {client: w for group in groups for client, w in zip(group.clients, group.weights)}
     settled = {client: w for group, some in zip(groups, used) for client, w in group.settled(some).items()}
     frozen = f.strategy.frozen(shared.mask)
-    uploads, sent, waiting = [], {}, list[wire.Body]()
+    losses: dict[int, float | Tensor] = {}
+    sent, waiting = dict[int, wire.Body](), list[wire.Body]()
     for outcome in f.engine.train(state.weights, state.statistics, sorted(settled), round, frozen):
         client = outcome.client
+        losses[client] = outcome.loss
         if not isinstance(outcome.loss, Tensor):
             check_loss(outcome.loss, client, round)
         task = Task(round, shared.mask, nominal[client], f.space)
@@ -249,6 +251,10 @@ def collect(
         if len(waiting) == ENCODED_TOGETHER:
             wire.encode_positions(waiting, under_way=True)
             waiting = []
+    wire.encode_positions(waiting, under_way=True)
+    sent = dict(sorted(sent.items()))
+    uploads = []
+    for client, body in sent.items():
         header = wire.Header(
             kind=wire.UPLOAD,
             run=f.run,
@@ -257,26 +263,21 @@ def collect(
             base=state.ledger.version,
             version=state.ledger.version,
             weight=nominal[client],
-            loss=outcome.loss,
+            loss=losses[client],
             samples=f.engine.work(client),
         )
-        received = f.channel.receive(header, sent[client])
-        uploads.append(Upload(client, settled[client], received.update, received.statistics, outcome.loss))
-    wire.encode_positions(waiting, under_way=True)
-    return sorted(uploads, key=lambda upload: upload.client), dict(sorted(sent.items()))
+        received = f.channel.receive(header, body)
+        uploads.append(Upload(client, settled[client], received.update, received.statistics, losses[client]))
+    return uploads, sent
 
 
 def asked(uploads: Sequence[Upload], round: int) -> list[Upload]:
     """The uploads with losses that are numbers: what is still on a device is asked for all at once."""
-    waiting = [upload for upload in uploads if isinstance(upload.loss, Tensor)]
-    answers = iter(torch.stack([torch.as_tensor(upload.loss) for upload in waiting]).tolist() if waiting else ())
-    known = []
-    for upload in uploads:
-        if isinstance(upload.loss, Tensor):
-            upload = replace(upload, loss=next(answers))
-            check_loss(float(upload.loss), upload.client, round)
-        known.append(upload)
-    return known
+    tensors = {upload.client: upload.loss for upload in uploads if isinstance(upload.loss, Tensor)}
+    answers = dict(zip(tensors, torch.stack([*tensors.values()]).tolist())) if tensors else {}
+    for client, loss in answers.items():
+        check_loss(loss, client, round)
+    return [replace(upload, loss=answers.get(upload.client, upload.loss)) for upload in uploads]
 
 
 def check_loss(loss: float, client: int, round: int) -> None:

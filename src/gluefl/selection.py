@@ -81,7 +81,7 @@ class Sparse:
     @cached_property
     def values(self) -> Tensor:
         """One for every position."""
-        return self._vector.index_select(0, self.positions)
+        return self._vector if self.is_whole else self._vector.index_select(0, self.positions)
 
     @property
     def density(self) -> float:
@@ -102,7 +102,7 @@ class Sparse:
 
     def add_to(self, vector: Tensor, weight: float = 1.0) -> Tensor:
         """Add `weight` times this to a vector, in place, and return it."""
-        if self._is_whole:
+        if self.is_whole:
             return vector.add_(self.values * weight)
         if self._listed:
             return vector.index_add_(0, self.positions, self.values * weight)
@@ -115,7 +115,7 @@ class Sparse:
 
     def set_in(self, vector: Tensor, value: float) -> Tensor:
         """Set the entries of a vector at these positions, in place, and return it."""
-        if self._is_whole:
+        if self.is_whole:
             return vector.fill_(value)
         if self._listed:
             return vector.index_fill_(0, self.positions, value)
@@ -123,7 +123,7 @@ class Sparse:
 
     def rest_of(self, vector: Tensor, weight: float = 1.0) -> Tensor:
         """`weight` times a vector, and zero at these positions."""
-        if not (self._is_whole or self._listed) and kernels.serve(vector) and vector.dtype == torch.float32:
+        if not (self.is_whole or self._listed) and kernels.serve(vector) and vector.dtype == torch.float32:
             from gluefl.kernels.add import rest
 
             return rest(vector, self.mask(), weight)
@@ -131,12 +131,12 @@ class Sparse:
 
     def finite(self) -> Tensor:
         """Whether all values are numbers; on a GPU that may still be under way."""
-        if self._is_whole or self._listed:
+        if self.is_whole or self._listed:
             return torch.isfinite(self.values).all()
         return torch.isfinite(self._vector).logical_or_(~self.mask()).all()
 
     @property
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether every position is present, as far as is known: to count on a GPU is to wait for it."""
         return vars(self).get("count") == self.size
 

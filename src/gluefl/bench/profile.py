@@ -34,10 +34,12 @@ MARK = "gluefl: "
 Span = tuple[float, float]
 STEPS = {
     "invite": "sampling",
+    "encoded_updates": "packages",
     "packages": "packages",
     "first_arrivals": "arrivals",
     "collect": "uploads",
     "aggregate": "aggregation",
+    "asked": "losses",
     "record": "record",
     "publish": "publishing",
 }
@@ -137,7 +139,7 @@ def watched(federation: Federation, watch: Stopwatch) -> Iterator[Federation]:
     seen: Callable[..., Any] = partial(Watched, watch=watch)
     parts = {
         "devices": seen(federation.devices, is_online="devices", trip="devices"),
-        "engine": seen(federation.engine, train="training"),
+        "engine": seen(federation.engine, prepare="preparation", train="training"),
         "strategy": seen(federation.strategy, compress="compression"),
         "residuals": seen(federation.residuals, get="residuals", __setitem__="residuals"),
     }

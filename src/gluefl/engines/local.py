@@ -28,7 +28,7 @@ class LocalEngine:
     seed: int
     device: torch.device = CPU
     near: Shelf = field(default_factory=lambda: Shelf(10**9))  # GPU only: data stays there, up to so many bytes
-    ready: dict[tuple[int, int], Job] = field(default_factory=dict)  # (round, client) → what was prepared
+    ready: dict[tuple[int, int], Job] = field(default_factory=dict, compare=False)  # by round and client
 
     def prepare(self, clients: Sequence[int], round: int) -> None:
         """On a GPU: fetch their data, if it can be kept for another time, and draw their batches."""
@@ -36,14 +36,18 @@ class LocalEngine:
             return
         self.ready.clear()
         some = clients if 2 * self.near.bytes < self.near.limit else [c for c in clients if c in self.near]
-        found = self._samples(some)
+        try:
+            found = self._samples(some)
+        except Exception:  # what is wrong with a client's data is said if it trains
+            return
         self.ready.update({(round, c): self._job(c, round, samples) for c, samples in found.items() if len(samples)})
 
     def train(
         self, weights: Tensor, statistics: Tensor, clients: Sequence[int], round: int, frozen: Tensor | None
     ) -> Iterator[Outcome]:
         """One outcome per client."""
-        ready = {client: self.ready.pop((round, client)) for client in clients if (round, client) in self.ready}
+        ready = {client: self.ready[round, client] for client in clients if (round, client) in self.ready}
+        self.ready.clear()  # the others' data need not be kept
         samples = self._samples([client for client in clients if client not in ready])
         jobs = [ready.get(client) or self._job(client, round, samples[client]) for client in clients]
         yield from self.trainer.train(weights, statistics, jobs, self.sgd, self.sgd.rate(round), frozen)

@@ -46,9 +46,10 @@ def _blocks_kernel(
     tl.store(counts + 1, tl.sum(held.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["size", "blocks"])
+@triton.jit(do_not_specialize=["total", "size", "blocks"])
 def _list_kernel(
-    masks, known, numbers, places, listed, size, blocks, PRESENT: tl.constexpr, KNOWN: tl.constexpr, BLOCK: tl.constexpr
+    masks, known, numbers, places, listed, total, size, blocks, PRESENT: tl.constexpr, KNOWN: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     """The numbers of those in the set, in order, and −1 before the first of a row."""
     row = tl.program_id(1).to(tl.int64)
@@ -57,10 +58,11 @@ def _list_kernel(
     both = numbered.to(tl.int32) + (held.to(tl.int32) << 16)
     before = tl.cumsum(both, 0) - both  # in this block; one scan for both
     block = row * blocks + tl.program_id(0)
-    listed += tl.load(places + block)
-    tl.store(listed + (before >> 16), tl.load(numbers + block) + (before & 0xFFFF), mask=held)
+    place = tl.load(places + block)
+    at = place + (before >> 16)
+    tl.store(listed + at, tl.load(numbers + block) + (before & 0xFFFF), mask=held & (at < total))
     if tl.program_id(0) == 0:
-        tl.store(listed - 1, -1)
+        tl.store(listed + place - 1, -1)
 
 
 @triton.jit
@@ -120,6 +122,9 @@ def gaps(
     """
     rows, size = masks.shape
     blocks = triton.cdiv(size, block)
+    lasts = (
+        torch.tensor(listed, device=masks.device).add_(1).cumsum(0).sub_(1)
+    )  # first: a copy waits for what is started
     counts = torch.empty(rows, blocks, 2, dtype=torch.int32, device=masks.device)
     sets = masks.contiguous().view(torch.uint8)
     outside = sets if known is None else known.contiguous().view(torch.uint8)
@@ -131,12 +136,11 @@ def gaps(
     places = (held.flatten().cumsum(0) - held.flatten()).view(rows, blocks) + starts
     total = sum(listed) + rows
     found = torch.empty(total, dtype=torch.int32, device=masks.device)
-    _list_kernel[(blocks, rows)](sets, outside, numbers, places, found, size, blocks, **options)
+    _list_kernel[(blocks, rows)](sets, outside, numbers, places, found, total, size, blocks, **options)
     lengths = torch.empty_like(found)
     grid = (triton.cdiv(total, SHORT),)
     _lengths_kernel[grid](found, lengths, total, BLOCK=SHORT)
     ends = lengths.cumsum(0)
-    lasts = torch.tensor(listed, device=masks.device).add_(1).cumsum(0).sub_(1)
     row_ends = ends[lasts].tolist()
     data = torch.empty(row_ends[-1], dtype=torch.uint8, device=masks.device)
     _write_kernel[grid](found, ends, data, total, BLOCK=SHORT)

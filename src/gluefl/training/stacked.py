@@ -290,15 +290,15 @@ def _in(dtype: torch.dtype, inputs: Tensor) -> Tensor:
 
 def _gather(jobs: Sequence[Job], steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The batches of all clients: (clients, steps, batch, …). One that trains for fewer steps repeats its last."""
-    # One copy to the device for all of them.
     orders = torch.stack([_lengthened(job.batches, steps) for job in jobs])
     sizes = [len(job.samples) for job in jobs]
     if sum(sizes) <= MOST_SIDE_BY_SIDE * orders.numel():  # their data side by side: a handful of calls instead of many
         places = (orders + torch.tensor([0, *sizes[:-1]]).cumsum(0)[:, None, None]).to(device)
         inputs, labels = (torch.cat([getattr(job.samples, name) for job in jobs]) for name in ("inputs", "labels"))
         return inputs[places], labels[places]
-    inputs = torch.stack([job.samples.inputs[order] for job, order in zip(jobs, orders.to(device))])
-    return inputs, torch.stack([job.samples.labels[order] for job, order in zip(jobs, orders.to(device))])
+    orders = orders.to(device)  # one copy for all of them
+    inputs = torch.stack([job.samples.inputs[order] for job, order in zip(jobs, orders)])
+    return inputs, torch.stack([job.samples.labels[order] for job, order in zip(jobs, orders)])
 
 
 def _lengthened(batches: Tensor, steps: int) -> Tensor:

@@ -1,19 +1,16 @@
 """The only place that knows bytes. `docs/wire-format.md` is the description for other languages."""
 
+from gluefl.wire.bodies import Body, Shared, encode_positions, lay_out_together
 from gluefl.wire.messages import (
     HEADER_BYTES,
     NO_HASH,
     PACKAGE,
     UPLOAD,
-    Body,
     Expected,
     Header,
-    Shared,
     decode,
     encode,
     encode_body,
-    encode_positions,
-    lay_out_together,
     measure,
     replica_hash,
 )
