@@ -25,7 +25,7 @@ def test_a_watched_round_is_the_same_round_and_all_its_parts_are_seen() -> None:
         assert round_module.packages is before  # nothing stays behind
         plays.append((state.weights, record.line))
     assert torch.equal(plays[0][0], plays[1][0]) and plays[0][1] == plays[1][1]
-    inner = {"devices", "training", "compression", "residuals", "encoding of positions"}
+    inner = {"devices", "preparation", "training", "compression", "residuals", "encoding of positions"}
     assert watch.seconds.keys() == set(STEPS.values()) | inner
 
 
