@@ -271,6 +271,13 @@ def test_where_the_target_was_missed_there_is_a_table_for_all() -> None:
     assert asked.title == "At 40% accuracy" and asked.rows["gluefl"]["rounds"].mean == 2
 
 
+def test_an_accuracy_is_refused_where_no_table_is_about_one(tmp_path) -> None:
+    for name in ("figure1", "figure2", "figure9"):
+        with pytest.raises(UsageError, match=f"--at 0.5: no table of the study {name}"):
+            conduct(load(name), tiny(), tmp_path / name, at=0.5)
+        assert not (tmp_path / name).exists()  # before anything was run
+
+
 def test_download_by_skipped_rounds() -> None:
     grid = TABLES["by_skipped_rounds"]([made_up("stc", [0.5] * 3)])
     assert grid.rows["3–5"]["stc"].mean == pytest.approx(0.3) and grid.rows["1"]["stc"] is None

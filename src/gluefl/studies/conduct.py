@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gluefl.errors import UsageError
 from gluefl.planned import planned
 from gluefl.studies.catalogue import Choice, Study, configurations, seeds
-from gluefl.studies.findings import Grid, findings
+from gluefl.studies.findings import AT_TARGET, Grid, findings
 from gluefl.studies.measures import Run
 from gluefl.studies.runner import execute
 
@@ -37,6 +38,8 @@ def conduct(
 ) -> Outcome:
     """Run what is not done yet, here or below the folder `reuse`, measure, at the accuracy `at` if one is given, and
     write `out/study.json`."""
+    if at is not None and not AT_TARGET & set(study.measures):
+        raise UsageError(f"--at {at}: no table of the study {study.name} is about an accuracy.")
     began = time.monotonic()
     variants = configurations(study, choice)
     used = list(chosen_seeds or seeds(study, choice))
