@@ -69,7 +69,9 @@ def test_your_own_strategy_can_be_resumed(own, tmp_path) -> None:
 @pytest.mark.skipif(not code("README.md"), reason="the README shows no Python")
 def test_readme(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run("README.md")
+    result = run("README.md")["result"]
+    assert result.summary["accuracy"] > 0.9 and len(result.journal) == 60
+    assert result.summary["down_bytes"] == sum(line["down_bytes"] for line in result.journal)
 
 
 def anchors(text: str) -> set[str]:
