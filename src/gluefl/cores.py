@@ -1,4 +1,5 @@
-"""Work beside the round: compressing a message, say, waits for nobody, so it runs on whatever core is free."""
+"""Work beside the round: compressing a message, say, waits for nobody, so it runs on whatever core is free, and what
+it needs of a GPU goes past what that is busy with."""
 
 import os
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from threading import Barrier
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -26,6 +28,38 @@ def in_turn(function: Callable[..., T], *arguments: Any) -> "Future[T]":
     """As `beside`, but one after the other, in a thread of its own: work that gives a GPU many small things to do holds
     the interpreter most of the time, and several such threads only stand in each other's way."""
     return _done(function, *arguments) if available() == 1 else _turns().submit(function, *arguments)
+
+
+@cache
+def stream_beside(device: torch.device) -> "torch.cuda.Stream":
+    """A stream of a GPU for what is done beside a round. It goes first: the cores wait for it."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def started(device: torch.device) -> "torch.cuda.Event":
+    """All that a GPU was given to do so far; who waits for it does not spin."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def wait_for(tensor: Tensor) -> None:
+    """Wait until a tensor is computed. To just copy it from a GPU would wait, too, but in the middle of the copy, and
+    then the driver keeps all other threads from starting anything."""
+    if tensor.is_cuda:
+        started(tensor.device).synchronize()
+
+
+def moved_beside(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, past what a GPU is busy with: a copy in its turn would wait for all of that."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    beside = stream_beside(device)
+    with torch.cuda.stream(beside):
+        moved = tensor.to(device)
+    beside.synchronize()
+    moved.record_stream(torch.cuda.current_stream(device))  # so that nobody gets its memory while it is read there
+    return moved
 
 
 def _done(function: Callable[..., T], *arguments: Any) -> "Future[T]":

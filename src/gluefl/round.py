@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gluefl import wire
 from gluefl.channel import Channel, Parcel
+from gluefl.cores import wait_for
 from gluefl.errors import GlueFLError
 from gluefl.fleet import Devices, Trip
 from gluefl.layout import Layout
@@ -31,8 +32,8 @@ MOST_WAITS = 10_000  # how often a round asks again who is online before it give
 class Engine(Protocol):
     """Trains the cohort of a round, wherever that happens."""
 
-    def prepare(self, clients: Sequence[int], round: int) -> None:
-        """These clients are invited, and some of them will train: whatever can be done for that by now."""
+    def prepare(self, clients: Iterable[int], round: int) -> None:
+        """Some of these clients will train, or are likely to: whatever can be done for that by now."""
         ...
 
     def train(
@@ -123,6 +124,7 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     aggregated = aggregate(f, state, uploads, round)
 
     # Only now, when all of this is started, does anybody wait for a GPU; the encoding went on meanwhile.
+    f.engine.prepare(foreseen(f, state, used, trips, clock_s, round), round + 1)
     uploads = asked(uploads, round)
     up_bytes = {client: wire.measure(body) for client, body in sent.items()}
 
@@ -145,7 +147,7 @@ def invite(f: Federation, state: State, round: int) -> tuple[float, tuple[Group,
     """The groups, and the moment they are invited: if nobody is online, the round waits until somebody is."""
     clock_s = state.clock_s
     for attempt in range(MOST_WAITS):
-        pool = Pool(f.pool.size, f.pool.importance, f.devices.is_online(clock_s), f.pool.speed)
+        pool = replace(f.pool, is_online=f.devices.is_online(clock_s))
         groups = f.sampler.invite(state.sampler, pool, stream(f.seed, "invite", round, attempt))
         if any(group.clients for group in groups):
             return clock_s, groups
@@ -223,6 +225,23 @@ def first_arrivals(
     return arrivals(group.clients)[: group.quota]
 
 
+def foreseen(
+    f: Federation,
+    state: State,
+    used: Sequence[Sequence[int]],
+    trips: Mapping[int, Trip],
+    clock_s: float,
+    round: int,
+) -> Iterator[int]:
+    """Who is likely to be invited next. Who will have been used is known, and nearly when the round will end."""
+    there = [client for group in used for client in group]
+    ends_s = clock_s + max((trips[client].arrival_s for client in there), default=0.0)
+    pool = replace(f.pool, is_online=f.devices.is_online(ends_s))
+    sampler = f.sampler.settle(state.sampler, there, stream(f.seed, "settle", round))
+    for group in f.sampler.invite(sampler, pool, stream(f.seed, "invite", round + 1, 0)):
+        yield from group.clients
+
+
 def collect(
     f: Federation,
     state: State,
@@ -274,7 +293,9 @@ def collect(
 def asked(uploads: Sequence[Upload], round: int) -> list[Upload]:
     """The uploads with losses that are numbers: what is still on a device is asked for all at once."""
     tensors = {upload.client: upload.loss for upload in uploads if isinstance(upload.loss, Tensor)}
-    answers = dict(zip(tensors, torch.stack([*tensors.values()]).tolist())) if tensors else {}
+    losses = torch.stack([*tensors.values()]) if tensors else torch.empty(0)
+    wait_for(losses)
+    answers = dict(zip(tensors, losses.tolist()))
     for client, loss in answers.items():
         check_loss(loss, client, round)
     return [replace(upload, loss=answers.get(upload.client, upload.loss)) for upload in uploads]

@@ -106,10 +106,8 @@ class Sparse:
             return vector.add_(self.values * weight)
         if self._listed:
             return vector.index_add_(0, self.positions, self.values * weight)
-        if kernels.serve(vector) and vector.dtype == self._vector.dtype == torch.float32 and vector.is_contiguous():
-            from gluefl.kernels.add import add
-
-            return add(vector, self._vector, self.mask(), weight)
+        if self._served(vector):
+            return add_all(vector, [self], [weight])
         # Adding −0 changes nothing, not even the sign of a zero.
         return vector.add_((self._vector * weight).masked_fill_(~self.mask(), -0.0))
 
@@ -123,7 +121,7 @@ class Sparse:
 
     def rest_of(self, vector: Tensor, weight: float = 1.0) -> Tensor:
         """`weight` times a vector, and zero at these positions."""
-        if not (self.is_whole or self._listed) and kernels.serve(vector) and vector.dtype == torch.float32:
+        if self._served(vector):
             from gluefl.kernels.add import rest
 
             return rest(vector, self.mask(), weight)
@@ -140,10 +138,27 @@ class Sparse:
         """Whether every position is present, as far as is known: to count on a GPU is to wait for it."""
         return vars(self).get("count") == self.size
 
+    def _served(self, vector: Tensor) -> bool:
+        """Whether a kernel goes over a vector and this together."""
+        if self.is_whole or self._listed or not kernels.serve(vector):
+            return False
+        return vector.dtype == self._vector.dtype == torch.float32 and vector.is_contiguous()
+
     @property
     def _listed(self) -> bool:
         """Whether to go over the list of positions: on a GPU only if there is one already."""
         return "positions" in vars(self) or not self.mask().is_cuda
+
+
+def add_all(vector: Tensor, parts: Sequence[Sparse], weights: Sequence[float]) -> Tensor:
+    """Add weighted parts to a vector, in place and one after the other, and return it; on a GPU many in one pass."""
+    if all(part._served(vector) for part in parts):
+        from gluefl.kernels.add import add
+
+        return add(vector, [part._vector for part in parts], [part.mask() for part in parts], weights)
+    for part, weight in zip(parts, weights):
+        part.add_to(vector, weight)
+    return vector
 
 
 def count(fraction: float, size: int) -> int:

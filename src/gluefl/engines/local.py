@@ -1,6 +1,6 @@
 """Training on this machine: on its CPU cores or on one GPU."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gluefl.cores import beside
+from gluefl.cores import beside, moved_beside
 from gluefl.errors import DataError
 from gluefl.populations import Population, Samples
 from gluefl.populations.shelf import Shelf
@@ -30,12 +30,12 @@ class LocalEngine:
     near: Shelf = field(default_factory=lambda: Shelf(10**9))  # GPU only: data stays there, up to so many bytes
     ready: dict[tuple[int, int], Job] = field(default_factory=dict, compare=False)  # by round and client
 
-    def prepare(self, clients: Sequence[int], round: int) -> None:
+    def prepare(self, clients: Iterable[int], round: int) -> None:
         """On a GPU: fetch their data, if it can be kept for another time, and draw their batches."""
         if self.device.type == "cpu":
             return
-        self.ready.clear()
-        some = clients if 2 * self.near.bytes < self.near.limit else [c for c in clients if c in self.near]
+        room = 2 * self.near.bytes < self.near.limit
+        some = [c for c in clients if (round, c) not in self.ready and (room or c in self.near)]
         try:
             found = self._samples(some)
         except Exception:  # what is wrong with a client's data is said if it trains
@@ -47,7 +47,8 @@ class LocalEngine:
     ) -> Iterator[Outcome]:
         """One outcome per client."""
         ready = {client: self.ready[round, client] for client in clients if (round, client) in self.ready}
-        self.ready.clear()  # the others' data need not be kept
+        for key in [key for key in self.ready if key[0] <= round]:  # the others' data need not be kept
+            del self.ready[key]
         samples = self._samples([client for client in clients if client not in ready])
         jobs = [ready.get(client) or self._job(client, round, samples[client]) for client in clients]
         yield from self.trainer.train(weights, statistics, jobs, self.sgd, self.sgd.rate(round), frozen)
@@ -65,7 +66,7 @@ class LocalEngine:
 
     def _moved(self, new: Mapping[int, "Future[Samples]"], client: int) -> Samples:
         samples = new[client].result() if client in new else self.population.train(client)
-        return Samples(samples.inputs.to(self.device), samples.labels.to(self.device))
+        return Samples(*(moved_beside(values, self.device) for values in (samples.inputs, samples.labels)))
 
     def _job(self, client: int, round: int, samples: Samples) -> Job:
         if not len(samples):

@@ -1,6 +1,6 @@
 """What stands in for a simulation's channel and engine when messages and training are real."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from gluefl.training import Outcome
 class Elsewhere:
     """The engine of a federation: training happens on the nodes."""
 
-    def prepare(self, clients: Sequence[int], round: int) -> None:
+    def prepare(self, clients: Iterable[int], round: int) -> None:
         """Nothing."""
 
     def train(self, weights: Tensor, statistics: Tensor, clients: Sequence[int], *rest: Any) -> Iterator[Outcome]:

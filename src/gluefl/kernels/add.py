@@ -1,4 +1,6 @@
-"""Adding a part of a vector to another, and what is left of a vector without a part."""
+"""Adding parts of vectors to another, and what is left of a vector without a part."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -6,15 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+TOGETHER = 8  # parts that one pass adds
 
 
-@triton.jit(do_not_specialize=["weight", "size"])
-def _add_kernel(total, vector, mask, weight, size, BLOCK: tl.constexpr):
+# Rows of a matrix are aligned or not, and a kernel for every pattern of eight would be compiled.
+@triton.jit(do_not_specialize=["vectors", "masks", "weights", "size"])
+def _add_kernel(total, vectors, masks, weights, size, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    before = tl.load(total + at, mask=at < size)
-    held = tl.load(mask + at, mask=at < size, other=0) != 0
-    product = tl.load(vector + at, mask=at < size) * weight
-    tl.store(total + at, tl.where(held, before + product, before), mask=at < size)
+    found = tl.load(total + at, mask=at < size)
+    for i in tl.static_range(len(vectors)):
+        held = tl.load(masks[i] + at, mask=at < size, other=0) != 0
+        product = tl.load(vectors[i] + at, mask=at < size) * weights[i]
+        found = tl.where(held, found + product, found)
+    tl.store(total + at, found, mask=at < size)
 
 
 @triton.jit(do_not_specialize=["weight", "size"])
@@ -25,13 +31,16 @@ def _rest_kernel(vector, mask, found, weight, size, BLOCK: tl.constexpr):
     tl.store(found + at, tl.where(held, 0.0, product), mask=at < size)
 
 
-def add(total: Tensor, vector: Tensor, mask: Tensor, weight: float) -> Tensor:
-    """Add `weight` times a vector to a total, in place, where a mask holds; the same bits as product, then sum."""
+def add(total: Tensor, vectors: Sequence[Tensor], masks: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Add weighted vectors to a total, in place, where their masks hold; the same bits as a product, then a sum, one
+    after the other."""
     size = total.numel()
-    _add_kernel[(triton.cdiv(size, BLOCK),)](
-        total, vector.contiguous(), mask.contiguous().view(torch.uint8), weight, size, BLOCK=BLOCK,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    for some in (slice(at, at + TOGETHER) for at in range(0, len(vectors), TOGETHER)):
+        _add_kernel[(triton.cdiv(size, BLOCK),)](
+            total, tuple(vector.contiguous() for vector in vectors[some]),
+            tuple(mask.contiguous().view(torch.uint8) for mask in masks[some]),
+            tuple(float(weight) for weight in weights[some]), size, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
     return total
 
 

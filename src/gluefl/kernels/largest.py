@@ -3,6 +3,9 @@
 The bits of a magnitude are four digits of eight bits. One pass counts how often each first digit occurs, the next one
 how often each second digit does among the values that begin like the threshold, and so on. Every program works out for
 itself, from the counts of the passes before, how the threshold begins.
+
+Of a long vector only what is near the threshold goes through them: a sample tells roughly where it lies, and one
+pass counts what is above and lists what is near. Should the threshold lie elsewhere, all values go through them.
 """
 
 import torch
@@ -10,11 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
-TILES = 2  # blocks that one program goes through: each has to find out how the threshold begins
+BLOCK = 1024
 DIGITS = 256
 LEVELS = 4
-COUNTED = ["keep", "size", "start", "salt"]
+LONG = 1 << 18  # values; of fewer, all go through the passes
+SAMPLE = 1 << 12  # of a long vector
+LISTED = 4  # a list of what is near has room for every fourth value
+PROGRAMS = 528  # of one pass, at most: four for each multiprocessor of an H200
+COUNTED = ["keep", "size", "room", "start", "salt"]
+
+# What the passes tell each other: the threshold, how many that have it are needed, how many do, how many were listed,
+# the last turn of those taken; the lowest and the highest that is near, how many are above, and how many are near.
+THRESHOLD, NEEDED, TIED, TIES, TURN, LOW, HIGH, ABOVE, NEAR, FOUND = (tl.constexpr(i) for i in range(10))
 
 
 @triton.jit
@@ -56,63 +66,128 @@ def _turn(at, start, salt):
 
 
 @triton.jit(do_not_specialize=COUNTED)
+def _window_kernel(values, among, found, keep, size, AMONG: tl.constexpr, SAMPLE: tl.constexpr):
+    """Between which magnitudes the threshold lies, as far as a sample can tell: the bits of both, from the highest."""
+    i = tl.arange(0, SAMPLE)
+    stride = size // SAMPLE
+    at = i * stride + ((_turn(i, 0, keep) >> 1).to(tl.int32) % stride)  # one of every stretch, wherever
+    bits, eligible = _magnitudes(values, among, at, size, AMONG)
+    bits = tl.where(eligible, bits, -1)
+    expected = keep.to(tl.float32) * SAMPLE / size
+    margin = 4 * tl.sqrt(expected) + 1
+    more = (expected + margin).to(tl.int32)
+    fewer = (expected - margin).to(tl.int32)
+    low = 0
+    high = 0
+    for bit in tl.static_range(30, 7, -1):
+        both = (bits >= low + (1 << bit)).to(tl.int32) + ((bits >= high + (1 << bit)).to(tl.int32) << 16)
+        counts = tl.sum(both, 0)
+        low += tl.where((counts & 0xFFFF) >= more, 1 << bit, 0)
+        high += tl.where((counts >> 16) >= fewer, 1 << bit, 0)
+    tl.store(found + LOW, low)
+    tl.store(found + HIGH, high + 255)
+
+
+@triton.jit(do_not_specialize=COUNTED)
+def _near_kernel(values, among, found, near, size, room, AMONG: tl.constexpr, BLOCK: tl.constexpr):
+    """List the magnitudes in the window, in whatever order, and their positions; count what is above."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits, eligible = _magnitudes(values, among, at, size, AMONG)
+    high = tl.load(found + HIGH)
+    above = (eligible & (bits > high)).to(tl.int32)
+    inside = (eligible & (bits >= tl.load(found + LOW)) & (bits <= high)).to(tl.int32)
+    counts = tl.sum(inside + (above << 16), 0)
+    tl.atomic_add(found + ABOVE, counts >> 16, sem="relaxed")
+    here = counts & 0xFFFF
+    if here > 0:
+        place = tl.atomic_add(found + NEAR, here, sem="relaxed") + tl.cumsum(inside, 0) - inside
+        listed = (inside > 0) & (place < room)
+        tl.store(near + place, bits, mask=listed)
+        tl.store(near + room + place, at, mask=listed)
+
+
+@triton.jit
+def _source(found, keep, size, room):
+    """Whether the threshold is one of those that are listed; how many are needed, and of how many."""
+    above = tl.load(found + ABOVE)
+    near = tl.load(found + NEAR)
+    is_near = (above < keep) & (keep <= above + near) & (near <= room)
+    return is_near, tl.where(is_near, keep - above, keep), tl.where(is_near, near, size)
+
+
+@triton.jit
+def _candidates(values, among, near, i, is_near, count, size, room, AMONG: tl.constexpr):
+    """Magnitudes, whether they count, and their positions."""
+    if is_near:
+        bits = tl.load(near + i, mask=i < count, other=0)
+        eligible = i < count
+        at = tl.load(near + room + i, mask=i < count, other=0)
+    else:
+        bits, eligible = _magnitudes(values, among, i, size, AMONG)
+        at = i
+    return bits, eligible, at
+
+
+@triton.jit(do_not_specialize=COUNTED)
 def _digits_kernel(
-    values, among, counts, keep, size, LEVEL: tl.constexpr, AMONG: tl.constexpr, BLOCK: tl.constexpr,
-    TILES: tl.constexpr
+    values, among, near, counts, found, keep, size, room, LEVEL: tl.constexpr, AMONG: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    need = keep
+    is_near, need, count = _source(found, keep, size, room)
     begins = 0
-    for level in tl.static_range(LEVEL):
-        first, need, _ = _find(counts + 256 * level, need)
-        begins = begins * 256 + first
-    counts += 256 * LEVEL
-    found = tl.zeros((256,), tl.int32)
-    for tile in range(TILES):
-        at = (tl.program_id(0) * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
-        bits, eligible = _magnitudes(values, among, at, size, AMONG)
-        if LEVEL > 0:
-            eligible = eligible & ((bits >> (32 - 8 * LEVEL)) == begins)
-        digit = (bits >> (24 - 8 * LEVEL)) & 255
+    if tl.program_id(0) * BLOCK < count:
+        for level in tl.static_range(LEVEL):
+            first, need, _same = _find(counts + 256 * level, need)
+            begins = begins * 256 + first
+        counts += 256 * LEVEL
+        seen = tl.zeros((256,), tl.int32)
+        for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+            i = block * BLOCK + tl.arange(0, BLOCK)
+            bits, eligible, _at = _candidates(values, among, near, i, is_near, count, size, room, AMONG)
+            if LEVEL > 0:
+                eligible = eligible & ((bits >> (32 - 8 * LEVEL)) == begins)
+            digit = (bits >> (24 - 8 * LEVEL)) & 255
+            if LEVEL < 2:
+                seen += _count(digit, eligible, BLOCK)
+            else:  # few begin like the threshold
+                tl.atomic_add(counts + digit, 1, mask=eligible, sem="relaxed")
         if LEVEL < 2:
-            found += _count(digit, eligible, BLOCK)
-        else:  # few begin like the threshold
-            tl.atomic_add(counts + digit, 1, mask=eligible, sem="relaxed")
-    if LEVEL < 2:
-        tl.atomic_add(counts + tl.arange(0, 256), found, mask=found > 0, sem="relaxed")
+            tl.atomic_add(counts + tl.arange(0, 256), seen, mask=seen > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=COUNTED)
 def _ties_kernel(
-    values, among, counts, found, ties, keep, size, start, salt, AMONG: tl.constexpr, BLOCK: tl.constexpr
+    values, among, near, counts, found, ties, keep, size, room, start, salt, AMONG: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The threshold, how many that have it are needed and how many do; where those are more, the turns of all of them,
     in whatever order."""
-    need = keep
-    tied = keep
-    threshold = 0
-    for level in tl.static_range(4):
-        digit, need, tied = _find(counts + 256 * level, need)
-        threshold = threshold * 256 + digit
-    if tl.program_id(0) == 0:
-        tl.store(found, threshold)
-        tl.store(found + 1, need)
-        tl.store(found + 2, tied)
-    if tied > need:
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        bits, eligible = _magnitudes(values, among, at, size, AMONG)
-        tie = (eligible & (bits == threshold)).to(tl.int32)
-        here = tl.sum(tie, 0)
-        if here > 0:
-            place = tl.atomic_add(found + 3, here, sem="relaxed") + tl.cumsum(tie, 0) - tie
-            tl.store(ties + place, _turn(at, start, salt).to(tl.int32, bitcast=True), mask=tie > 0)
+    is_near, need, count = _source(found, keep, size, room)
+    if tl.program_id(0) * BLOCK < count:
+        tied = keep
+        threshold = 0
+        for level in tl.static_range(4):
+            digit, need, tied = _find(counts + 256 * level, need)
+            threshold = threshold * 256 + digit
+        if tl.program_id(0) == 0:
+            tl.store(found + THRESHOLD, threshold)
+            tl.store(found + NEEDED, need)
+            tl.store(found + TIED, tied)
+        if tied > need:
+            for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+                i = block * BLOCK + tl.arange(0, BLOCK)
+                bits, eligible, at = _candidates(values, among, near, i, is_near, count, size, room, AMONG)
+                tie = (eligible & (bits == threshold)).to(tl.int32)
+                here = tl.sum(tie, 0)
+                if here > 0:
+                    place = tl.atomic_add(found + TIES, here, sem="relaxed") + tl.cumsum(tie, 0) - tie
+                    tl.store(ties + place, _turn(at, start, salt).to(tl.int32, bitcast=True), mask=tie > 0)
 
 
 @triton.jit
 def _last_kernel(counts, found, ties, BLOCK: tl.constexpr):
     """The last turn of a tie that is taken. By one program: ties are few, and where nearly all are alike it takes some
     milliseconds."""
-    need = tl.load(found + 1)
-    tied = tl.load(found + 2)
+    need = tl.load(found + NEEDED)
+    tied = tl.load(found + TIED)
     begins = tl.zeros((), tl.uint32)
     if tied > need:
         for level in tl.static_range(4):
@@ -128,7 +203,7 @@ def _last_kernel(counts, found, ties, BLOCK: tl.constexpr):
             tl.debug_barrier()
             digit, need, _ = _find(counts + 256 * level, need)
             begins = begins * 256 + digit.to(tl.uint32)
-    tl.store(found + 4, begins.to(tl.int32, bitcast=True))
+    tl.store(found + TURN, begins.to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=COUNTED)
@@ -137,33 +212,41 @@ def _mask_kernel(
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits, eligible = _magnitudes(values, among, at, size, AMONG)
-    threshold = tl.load(found)
-    taken = _turn(at, start, salt) >= tl.load(found + 4).to(tl.uint32, bitcast=True)
+    threshold = tl.load(found + THRESHOLD)
+    taken = _turn(at, start, salt) >= tl.load(found + TURN).to(tl.uint32, bitcast=True)
     chosen = eligible & ((bits > threshold) | ((bits == threshold) & taken))
     tl.store(mask + at, chosen.to(tl.uint8), mask=at < size)
 
 
 def largest(
-    values: Tensor, keep: int, start: int, salt: int, among: Tensor | None, block: int = BLOCK, tiles: int = TILES
-) -> Tensor:
+    values: Tensor, keep: int, start: int, salt: int, among: Tensor | None, block: int = BLOCK, sample: int = SAMPLE,
+    long: int = LONG
+) -> Tensor:  # fmt: skip
     """A mask of the `keep` largest magnitudes of float32 values; among equals the lowest hash of `start` + position,
     salted, goes first. Where fewer are eligible all of them are taken. A value that is not a number is largest."""
     size = values.numel()
     mask = torch.empty(size, dtype=torch.bool, device=values.device)
     if keep <= 0 or not size:
         return mask.zero_()
-    values = values.contiguous()
-    counts = torch.zeros(2 * LEVELS * DIGITS + 5, dtype=torch.int32, device=values.device)
-    digits, turns, found = counts.split([LEVELS * DIGITS, LEVELS * DIGITS, 5])
-    ties = torch.empty(size, dtype=torch.int32, device=values.device)
+    values, room = values.contiguous(), size // LISTED
+    counts = torch.zeros(2 * LEVELS * DIGITS + FOUND.value, dtype=torch.int32, device=values.device)
+    digits, turns, found = counts.split([LEVELS * DIGITS, LEVELS * DIGITS, FOUND.value])
+    near, ties = torch.empty(2 * room + size, dtype=torch.int32, device=values.device).split([2 * room, size])
     eligible = values if among is None else among.contiguous().view(torch.uint8)
     salt -= (salt >> 31) << 32  # the same bits, as a signed number
-    options = {"AMONG": among is not None, "BLOCK": block, "num_warps": 8}
-    grid = (triton.cdiv(size, block),)
-    tiled = (triton.cdiv(size, block * tiles),)
+    options = {"AMONG": among is not None, "num_warps": 8}
+    blocks = triton.cdiv(size, block)
+    few = (min(blocks, PROGRAMS),)
+    if size >= long:
+        _window_kernel[(1,)](values, eligible, found, keep, size, SAMPLE=sample, **options | {"num_warps": 32})
+        _near_kernel[(blocks,)](values, eligible, found, near, size, room, BLOCK=block, **options)
     for level in range(LEVELS):
-        _digits_kernel[tiled](values, eligible, digits, keep, size, LEVEL=level, TILES=tiles, **options)
-    _ties_kernel[grid](values, eligible, digits, found, ties, keep, size, start, salt, **options)
+        _digits_kernel[few](
+            values, eligible, near, digits, found, keep, size, room, LEVEL=level, BLOCK=block, **options
+        )
+    _ties_kernel[few](
+        values, eligible, near, digits, found, ties, keep, size, room, start, salt, BLOCK=block, **options
+    )
     _last_kernel[(1,)](turns, found, ties, BLOCK=block)
-    _mask_kernel[grid](values, eligible, found, mask.view(torch.uint8), size, start, salt, **options)
+    _mask_kernel[(blocks,)](values, eligible, found, mask.view(torch.uint8), size, start, salt, BLOCK=block, **options)
     return mask

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gluefl.selection import Sparse, uniform_mask
+from gluefl.selection import Sparse, add_all, uniform_mask
 
 CPU = torch.device("cpu")
 
@@ -84,6 +84,4 @@ class Strategy(Protocol):
 def weighted_sum(uploads: Sequence[Upload], space: Space) -> Tensor:
     """Σ ν_i Δ_i, always in the order of the uploads: the same bits whoever was trained first."""
     total = torch.zeros(space.size, device=space.device)
-    for upload in uploads:
-        upload.update.add_to(total, upload.weight)
-    return total
+    return add_all(total, [upload.update for upload in uploads], [upload.weight for upload in uploads])

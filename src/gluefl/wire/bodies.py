@@ -6,12 +6,12 @@ A body is the same for all clients that hold one version; `messages` puts a head
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from gluefl.cores import available, beside, in_turn
+from gluefl.cores import available, beside, in_turn, started, stream_beside
 from gluefl.selection import Sparse, count_true, positions_of
 from gluefl.wire.positions import LaidOut, Packed, count_rows, lay_out, lay_out_rows, pack, rows_of, squeeze
 
@@ -79,9 +79,8 @@ def encode_positions(bodies: Sequence[Body], under_way: bool = False) -> None:
         for body in bodies:
             if not body.update.is_whole:
                 body.update.mask()  # made here, where it belongs: two streams may ask for it
-        started = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # nobody spins meanwhile
-        started.record(torch.cuda.current_stream(shared.mask.device))
-        handed = in_turn(_hand_out_apart, bodies, _stream(shared.mask.device), started)
+        device = shared.mask.device
+        handed = in_turn(_hand_out_apart, bodies, stream_beside(device), started(device))
     else:
         handed = Future[Handed]()
         handed.set_result(_hand_out(bodies))
@@ -89,21 +88,15 @@ def encode_positions(bodies: Sequence[Body], under_way: bool = False) -> None:
         vars(body)["handed"] = handed
 
 
-def _hand_out_apart(bodies: Sequence[Body], stream: "torch.cuda.Stream", started: "torch.cuda.Event") -> Handed:
+def _hand_out_apart(bodies: Sequence[Body], stream: "torch.cuda.Stream", under_way: "torch.cuda.Event") -> Handed:
     """In a stream of its own: what was started before is waited for, not what has been since. And waited for first:
     a thread that waits in the middle of a copy keeps all others from starting anything."""
-    started.synchronize()
+    under_way.synchronize()
     try:
         with torch.cuda.stream(stream):
             return _hand_out(bodies)
     except torch.cuda.OutOfMemoryError:
         return {}  # the next clients are training: who asks for the positions later makes them one by one
-
-
-@cache
-def _stream(device: torch.device) -> "torch.cuda.Stream":
-    # Before what else the GPU has to do: the cores wait for it.
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def _hand_out(bodies: Sequence[Body]) -> Handed:
