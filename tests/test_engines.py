@@ -58,6 +58,7 @@ def test_who_was_prepared_trains_as_who_was_not(room) -> None:
         used = range(3, 15) if round == 1 else range(10, 22)
         found = list(engine.train(torch.zeros(3), torch.zeros(3), used, round, None))
         assert found == list(plain.train(torch.zeros(3), torch.zeros(3), used, round, None))
+        engine.prepare(range(9, 12), round + 1)  # ahead of time, and again when the time has come
     if room == 10**9:
         assert sorted(population.asked) == list(range(22))  # once each, and 20 and 21 only when they were needed
 

@@ -53,7 +53,7 @@ def test_the_largest_are_those_of_numpy(size, kind, among, block, sample) -> Non
 @pytest.mark.parametrize("present", [True, False])
 @pytest.mark.parametrize("size", [1, 64, 65, 20_000])
 def test_gaps_are_those_of_numpy(size, present, known) -> None:
-    from gluefl.kernels.gaps import gaps
+    from gluefl.kernels.positions import gaps
 
     rng = np.random.default_rng(size)
     masks = torch.from_numpy(rng.random((5, size)) < np.array([[0.0], [0.0005], [0.05], [0.6], [1.0]]))
@@ -61,17 +61,39 @@ def test_gaps_are_those_of_numpy(size, present, known) -> None:
     beside = torch.from_numpy(rng.random(size) < 0.3) if known else torch.zeros(size, dtype=torch.bool)
     block = BLOCKS[-1] if size < 1000 else 8192  # so that gaps of two and three bytes occur, in a block and between two
     listed = (((masks == present) & ~beside).sum(1)).tolist()
-    data, lengths = gaps(masks.to(DEVICE), beside.to(DEVICE) if known else None, present, listed, block=block)
-    ends = np.cumsum(lengths)
-    for row, end, length in zip(masks, ends, lengths):
+    short = 64 if size < 1000 else 1024
+    found = gaps(masks.to(DEVICE), beside.to(DEVICE) if known else None, present, listed, block=block, short=short)
+    for row, data, length in zip(masks, *found):
         numbered = (row if present else ~row)[~beside]
         expected = positions._gaps(numbered, int(numbered.sum())) if numbered.any() else b""
-        assert data[end - length : end].cpu().numpy().tobytes() == expected
+        assert data[:length].cpu().numpy().tobytes() == expected
+
+
+def test_the_longest_varints_have_room() -> None:
+    """Gaps of 128, two bytes each, and nothing else."""
+    from gluefl.kernels.positions import gaps
+
+    mask = torch.arange(1, 129 * 50 + 1) % 129 == 0
+    data, lengths = gaps(mask.unsqueeze(0).to(DEVICE), None, True, [50], block=64, short=64)
+    assert lengths.tolist() == [100] and data[0, :100].cpu().numpy().tobytes() == positions._gaps(mask, 50)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("size", [1, 8, 9, 1000])
+def test_bitmaps_are_those_of_numpy(size, known) -> None:
+    from gluefl.kernels.positions import bitmaps
+
+    rng = np.random.default_rng(size)
+    masks = torch.from_numpy(rng.random((3, size)) < 0.4)
+    outside = torch.from_numpy(rng.permutation(size)[: size // 2 + 1].copy()).sort().values if known else None
+    found = bitmaps(masks.to(DEVICE), None if outside is None else outside.to(DEVICE), block=64)
+    some = masks if outside is None else masks[:, outside]
+    assert np.array_equal(found.cpu().numpy(), np.packbits(some.numpy(), axis=1, bitorder="little"))
 
 
 @pytest.mark.parametrize("size", [1, 200])
 def test_positions_are_counted(size) -> None:
-    from gluefl.kernels.gaps import counts
+    from gluefl.kernels.positions import counts
 
     rng = np.random.default_rng(size)
     masks, known = torch.from_numpy(rng.random((3, size)) < 0.4), torch.from_numpy(rng.random(size) < 0.3)
@@ -114,9 +136,9 @@ def test_the_rest_is_what_a_part_leaves(weight) -> None:
 
 @pytest.mark.gpu
 def test_far_apart_positions_have_long_gaps() -> None:
-    from gluefl.kernels.gaps import gaps
+    from gluefl.kernels.positions import gaps
 
     mask = torch.zeros(1, 9_000_000, dtype=torch.bool)
     mask[0, [3, 130, 20_000, 2_200_000, 8_999_999]] = True  # one to four bytes
-    data, (length,) = gaps(mask.to(DEVICE), None, True, [5])
-    assert data.cpu().numpy().tobytes() == positions._gaps(mask[0], 5) and length == 13
+    data, lengths = gaps(mask.to(DEVICE), None, True, [5])
+    assert lengths.tolist() == [13] and data[0, :13].cpu().numpy().tobytes() == positions._gaps(mask[0], 5)

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from federations import LAYOUT, RUN, Engine, federation
-from gluefl import GlueFL, Sticky
+from federations import LAYOUT, RUN, Engine, Unreliable, federation
+from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform, wire
 from gluefl import round as round_module
 from gluefl.channel import Encoded, Measured
 from gluefl.errors import GlueFLError
-from gluefl.round import asked, play
+from gluefl.fleet import Instant
+from gluefl.round import State, asked, play
 from gluefl.selection import Sparse
 from gluefl.strategies import Upload
 from gluefl.training import Outcome
-from gluefl.wire import bodies
 
 
 def test_losses_on_a_device_and_here_keep_their_clients() -> None:
@@ -108,8 +108,8 @@ def test_how_many_uploads_are_encoded_together_changes_nothing(together, cores, 
     monkeypatch.setattr("gluefl.round.ENCODED_TOGETHER", together)
     for module in ("cores", "wire.bodies"):
         monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
-    encode = bodies._encode_positions
-    monkeypatch.setattr(bodies, "_encode_positions", lambda body: encoded.append(id(body)) or encode(body))
+    encode = wire.Body.encoded_here
+    monkeypatch.setattr(wire.Body, "encoded_here", lambda body: encoded.append(id(body)) or encode(body))
     assert lines() == expected
     versions = sum(len(set(line["clients"]["staleness"])) for line in expected)
     assert len(encoded) == 4 * 17 + versions + 1  # every body once, and the upload that is expected before the first
@@ -124,3 +124,69 @@ def test_nobody_asks_for_a_loss_before_everything_is_started(monkeypatch) -> Non
         )
     play(*federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40))
     assert order == ["aggregate", "asked"]
+
+
+class Prepared(Engine):
+    """Remembers whom it was to prepare for."""
+
+    def __init__(self) -> None:
+        self.prepared: list[tuple[int, set[int]]] = []
+
+    def prepare(self, clients, round):
+        self.prepared.append((round, set(clients)))
+
+
+def six_rounds(strategy, sampler, channel, devices) -> tuple[list[dict], State, list]:
+    engine = Prepared()
+    f, state = federation(strategy, sampler, 90, engine=engine, devices=devices)
+    f, lines = replace(f, channel=channel()), []
+    for _ in range(6):
+        state, record = play(f, state)
+        lines.append(record.line)
+    return lines, state, engine.prepared
+
+
+@pytest.mark.parametrize("channel", [Measured, lambda: Encoded(LAYOUT, RUN)])
+@pytest.mark.parametrize("devices", [Instant(), Unreliable(lambda client, second: 1.5 if client % 5 == 0 else None)])
+@pytest.mark.parametrize(
+    "strategy, sampler",
+    [
+        (GlueFL(0.3, 0.2, regenerate_every=3), Sticky(17, 40, 12, over_commitment=1.3)),
+        (STC(0.3), Uniform(17, over_commitment=1.3)),
+        (APF(check_every=2), Uniform(17)),
+        (FedAvg(), Uniform(17)),
+    ],
+)
+def test_to_look_ahead_changes_nothing(strategy, sampler, devices, channel, monkeypatch) -> None:
+    lines, plain, prepared = six_rounds(strategy, sampler, channel, devices)
+    assert plain.ahead is None and [round for round, _ in prepared] == [1, 2, 3, 4, 5, 6]
+    monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
+    made, view = [], Sparse.view
+    monkeypatch.setattr(Sparse, "view", lambda *arguments: made.append(1) or view(*arguments))
+    found, state, prepared = six_rounds(strategy, sampler, channel, devices)
+    assert found == lines and torch.equal(state.weights, plain.weights)
+    assert [round for round, _ in prepared] == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7]
+    if isinstance(devices, Instant):  # nothing is unexpected: nobody is prepared in vain, and nothing is made twice
+        assert all(prepared[i] == prepared[i + 1] for i in range(1, 11, 2))
+        versions = sum(len(set(line["clients"]["staleness"])) for line in found)
+        assert len(made) == versions + len(state.ahead.missing)
+
+
+class OnceOnline(Unreliable):
+    """Everybody is there at the start, and nobody afterwards."""
+
+    def is_online(self, clock_s):
+        return lambda client: clock_s == 0
+
+    def next_change_s(self, clock_s):
+        return clock_s
+
+
+def test_where_nobody_will_be_online_nothing_is_prepared(monkeypatch) -> None:
+    monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
+    devices = OnceOnline(lambda client, second: None)
+    f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40, devices=devices)
+    state, _ = play(f, state)
+    assert state.ahead is None
+    with pytest.raises(GlueFLError, match="nobody was online"):
+        play(f, state)

@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gluefl import wire
-from gluefl.cores import beside
 from gluefl.errors import GlueFLError, WireError
 from gluefl.selection import Sparse
 from gluefl.wire import positions
-from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, KNOWN, _hand_out_apart
+from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, KNOWN, _hand_out_apart, _hand_out_from_gpu
 from gluefl.wire.messages import HEADER, SECTION
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -385,6 +384,13 @@ def test_bodies_are_laid_out_on_a_gpu_as_one_by_one(size, density) -> None:
     assert_laid_out_alike(size, 2 * KINDS, 5, density, "cuda")
 
 
+def hand_out(owners, how) -> None:
+    handed = Future()
+    handed.set_result(how(owners))
+    for owner in owners:
+        vars(owner)["handed"] = handed
+
+
 class Settled:
     """An event that has happened."""
 
@@ -408,10 +414,7 @@ def test_positions_are_encoded_beside_as_here(how, cores, monkeypatch) -> None:
     if how == "at once":
         wire.encode_positions(beside, under_way=True)
     else:  # what is done for a GPU
-        handed = Future()
-        handed.set_result(_hand_out_apart(beside, None, Settled()))
-        for body in beside:
-            vars(body)["handed"] = handed
+        hand_out([beside[0].shared, *beside], lambda owners: _hand_out_apart(owners, None, Settled()))
     assert [wire.encode_body(body) for body in beside] == [wire.encode_body(body) for body in here]
 
 
@@ -422,21 +425,12 @@ def test_what_goes_wrong_beside_is_said_where_it_is_asked_for(cores, monkeypatch
 
     for module in ("cores", "wire.bodies"):
         monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
-    monkeypatch.setattr("gluefl.wire.bodies.squeeze", broken)
+    monkeypatch.setattr(wire.Body, "encoded_here", broken)
     body = wire.Body(Sparse.where(torch.arange(90) % 5 == 0, torch.ones(90)), torch.zeros(2),
                      wire.Shared(torch.zeros(90, dtype=torch.bool)), False)  # fmt: skip
     wire.encode_positions([body])
     with pytest.raises(GlueFLError, match="no room"):
         wire.measure(body)
-
-
-@pytest.mark.parametrize("density", [0.05, 0.1, 0.9])
-def test_bitmap_and_gaps_are_compressed_beside_each_other(density, monkeypatch) -> None:
-    masks = [torch.from_numpy(np.random.default_rng(i).random(9000) < density) for i in range(40)]
-    expected = [positions.pack(mask) for mask in masks]
-    monkeypatch.setattr(positions, "LONG_TO_COMPRESS", 0)
-    started = [beside(positions.pack, mask) for mask in masks]  # more than there are threads: none may wait for another
-    assert [task.result(timeout=60) for task in started] == expected
 
 
 def assert_laid_out_alike(size, kinds, seed, density, device) -> None:
@@ -454,9 +448,13 @@ def assert_laid_out_alike(size, kinds, seed, density, device) -> None:
         return made
 
     one_by_one, together = bodies("cpu"), bodies(device)
-    wire.lay_out_together(together)
+    if device == "cpu":
+        if together:
+            hand_out([together[0].shared, *together], _hand_out_from_gpu)
+    else:
+        wire.encode_positions(together)
     for a, b in zip(one_by_one, together):
-        assert a.laid_out == b.laid_out
+        assert a.positions == b.positions and a.shared.packed == b.shared.packed
         assert wire.measure(a) == wire.measure(b)
         assert wire.encode_body(a) == wire.encode_body(b)
 

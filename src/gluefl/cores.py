@@ -30,6 +30,11 @@ def in_turn(function: Callable[..., T], *arguments: Any) -> "Future[T]":
     return _done(function, *arguments) if available() == 1 else _turns().submit(function, *arguments)
 
 
+def works_by_itself(device: torch.device) -> bool:
+    """Whether the cores are free while a device computes."""
+    return device.type != "cpu"
+
+
 @cache
 def stream_beside(device: torch.device) -> "torch.cuda.Stream":
     """A stream of a GPU for what is done beside a round. It goes first: the cores wait for it."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gluefl import wire
 from gluefl.channel import Channel, Parcel
-from gluefl.cores import wait_for
+from gluefl.cores import wait_for, works_by_itself
 from gluefl.errors import GlueFLError
 from gluefl.fleet import Devices, Trip
 from gluefl.layout import Layout
@@ -69,6 +69,14 @@ class Federation:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """What a round will send, as far as the one before could tell: encoded while a GPU was busy."""
+
+    shared: wire.Shared
+    missing: Mapping[int | None, wire.Body]  # by the version a client holds
+
+
+@dataclass(frozen=True)
 class State:
     """Everything that a round changes. (Residuals change in place: they may be larger than the memory.)"""
 
@@ -81,6 +89,7 @@ class State:
     strategy: Any
     velocity: Tensor | None = None
     up_bytes: int | None = None  # what an upload took in the last round
+    ahead: Ahead | None = None  # nothing that could not be made again
 
 
 def start(federation: Federation, weights: Tensor, statistics: Tensor) -> State:
@@ -106,8 +115,8 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     clock_s, groups = invite(f, state, round)
 
     # Server: synchronise w^t with them and send the shared mask M^t.
-    shared = wire.Shared(f.strategy.mask(state.strategy, round))
-    missing = encoded_updates(f, state, groups, shared)
+    shared = state.ahead.shared if state.ahead else wire.Shared(f.strategy.mask(state.strategy, round))
+    missing = encoded_updates(state, groups, shared)
     f.engine.prepare([client for group in groups for client in group.clients], round)  # while they are encoded
     parcels = packages(f, state, groups, missing, round)
     expected = state.up_bytes or expected_upload(f, shared, round)
@@ -123,8 +132,10 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     # Server: aggregate; statistics are the plain mean of the used clients.
     aggregated = aggregate(f, state, uploads, round)
 
-    # Only now, when all of this is started, does anybody wait for a GPU; the encoding went on meanwhile.
-    f.engine.prepare(foreseen(f, state, used, trips, clock_s, round), round + 1)
+    # While a GPU is busy with all of this: who is likely to be invited next, and what will they be sent?
+    ahead = look_ahead(f, state, aggregated, used, trips, clock_s)
+
+    # Only now does anybody wait for a GPU; the encoding went on meanwhile.
     uploads = asked(uploads, round)
     up_bytes = {client: wire.measure(body) for client, body in sent.items()}
 
@@ -140,7 +151,8 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     for client in holders:
         f.channel.deliver(client, parcels[client])
     unused = [client for client in holders if client not in up_bytes]  # who never got so far had nothing to send
-    return publish(f, state, round, line.clock_s, aggregated, holders, up_bytes, unused), line
+    published = publish(f, state, round, line.clock_s, aggregated, holders, up_bytes, unused)
+    return replace(published, ahead=ahead), line
 
 
 def invite(f: Federation, state: State, round: int) -> tuple[float, tuple[Group, ...]]:
@@ -162,15 +174,19 @@ def invite(f: Federation, state: State, round: int) -> tuple[float, tuple[Group,
 
 
 def encoded_updates(
-    f: Federation, state: State, groups: Sequence[Group], shared: wire.Shared
+    state: State, groups: Sequence[Group], shared: wire.Shared, under_way: bool = False
 ) -> dict[int | None, wire.Body]:
     """What a client lacks that holds a version, for each that somebody holds; their encoding is started."""
-    bodies = {}
-    for base in {state.ledger.base(client) for group in groups for client in group.clients}:
-        update = Sparse.view(state.ledger.missing(base), state.weights)
-        bodies[base] = wire.Body(update, state.statistics, shared, sends_mask=True)
-    wire.encode_positions([*bodies.values()])
-    return bodies
+    bodies = dict(state.ahead.missing) if state.ahead else {}
+    bases = {state.ledger.base(client) for group in groups for client in group.clients}
+    new = {
+        base: wire.Body(
+            Sparse.view(state.ledger.missing(base), state.weights), state.statistics, shared, sends_mask=True
+        )
+        for base in bases - bodies.keys()
+    }
+    wire.encode_positions([*new.values()], under_way)
+    return bodies | new
 
 
 def packages(
@@ -223,23 +239,6 @@ def first_arrivals(
         there = [c for c in arrivals(group.clients) if trips[c].arrival_s <= end_s]
         return [there[i] for i in stream(f.seed, "arrivals", round).permutation(len(there))[: group.quota]]
     return arrivals(group.clients)[: group.quota]
-
-
-def foreseen(
-    f: Federation,
-    state: State,
-    used: Sequence[Sequence[int]],
-    trips: Mapping[int, Trip],
-    clock_s: float,
-    round: int,
-) -> Iterator[int]:
-    """Who is likely to be invited next. Who will have been used is known, and nearly when the round will end."""
-    there = [client for group in used for client in group]
-    ends_s = clock_s + max((trips[client].arrival_s for client in there), default=0.0)
-    pool = replace(f.pool, is_online=f.devices.is_online(ends_s))
-    sampler = f.sampler.settle(state.sampler, there, stream(f.seed, "settle", round))
-    for group in f.sampler.invite(sampler, pool, stream(f.seed, "invite", round + 1, 0)):
-        yield from group.clients
 
 
 def collect(
@@ -329,6 +328,33 @@ def aggregate(f: Federation, state: State, uploads: Sequence[Upload], round: int
         statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
     finite = update.finite() & torch.isfinite(statistics).all()
     return Aggregated(strategy, velocity, update, update.add_to(state.weights.clone()), statistics, finite)
+
+
+def look_ahead(
+    f: Federation,
+    state: State,
+    aggregated: Aggregated,
+    used: Sequence[Sequence[int]],
+    trips: Mapping[int, Trip],
+    clock_s: float,
+) -> Ahead | None:
+    """Beside a GPU there is time for it: start what the next round needs. Who will have been used is known, and nearly
+    when the round will end; what is needed against expectation is made then."""
+    if not works_by_itself(f.space.device):
+        return None
+    round = state.round + 1
+    there = [client for group in used for client in group]
+    ends_s = clock_s + max((trips[client].arrival_s for client in there), default=0.0)
+    holders = [client for client, trip in trips.items() if trip.downloaded]
+    guess = publish(f, state, round, ends_s, aggregated, holders, dict.fromkeys(there, 0), ())
+    try:
+        _, groups = invite(f, guess, round + 1)
+    except GlueFLError:
+        return None  # nobody is online, as far as can be told
+    shared = wire.Shared(f.strategy.mask(guess.strategy, round + 1))
+    missing = encoded_updates(guess, groups, shared, under_way=True)
+    f.engine.prepare([client for group in groups for client in group.clients], round + 1)
+    return Ahead(shared, missing)
 
 
 def publish(

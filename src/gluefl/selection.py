@@ -221,15 +221,20 @@ def count_true(mask: Tensor) -> int:
     version, found = _counted.get(mask, (None, 0))
     if version != mask._version:
         found = int(torch.count_nonzero(mask))
-        _counted[mask] = (mask._version, found)
+        remember_count(mask, found)
     return int(found)
+
+
+def remember_count(mask: Tensor, count: int) -> None:
+    """Somebody has counted at how many positions a mask holds."""
+    if mask.is_cuda:
+        _counted[mask] = (mask._version, count)
 
 
 def uniform_mask(size: int, value: bool, device: torch.device) -> Tensor:
     """A mask that is the same everywhere: how often it holds need not be asked."""
     mask = torch.full((size,), value, device=device)
-    if mask.is_cuda:
-        _counted[mask] = (mask._version, size if value else 0)
+    remember_count(mask, size if value else 0)
     return mask
 
 

@@ -71,7 +71,7 @@ class Session:
     def pack(self, groups: Sequence[Group], shared: wire.Shared, round: int) -> dict[int, tuple[Parcel, Any]]:
         """For every invited client: its parcel, charged with all that is sent, and the records of its message."""
         packed, channel = {}, self.channel
-        missing = encoded_updates(self.federation, self.state, groups, shared)
+        missing = encoded_updates(self.state, groups, shared)
         for client, parcel in packages(self.federation, self.state, groups, missing, round).items():
             key = (parcel.header.version, parcel.header.base, shared.packed.count)
             assert parcel.data is not None

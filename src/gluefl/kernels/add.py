@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+SHORT = 1024  # what one vector is best gone through in
 TOGETHER = 8  # parts that one pass adds
 
 
@@ -48,5 +49,5 @@ def rest(vector: Tensor, mask: Tensor, weight: float) -> Tensor:
     """`weight` times a vector, zero where a mask holds."""
     size, found = vector.numel(), torch.empty_like(vector, memory_format=torch.contiguous_format)
     sets = mask.contiguous().view(torch.uint8)
-    _rest_kernel[(triton.cdiv(size, BLOCK),)](vector.contiguous(), sets, found, weight, size, BLOCK=BLOCK)
+    _rest_kernel[(triton.cdiv(size, SHORT),)](vector.contiguous(), sets, found, weight, size, BLOCK=SHORT)
     return found

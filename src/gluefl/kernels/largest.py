@@ -238,8 +238,8 @@ def largest(
     blocks = triton.cdiv(size, block)
     few = (min(blocks, PROGRAMS),)
     if size >= long:
-        _window_kernel[(1,)](values, eligible, found, keep, size, SAMPLE=sample, **options | {"num_warps": 32})
-        _near_kernel[(blocks,)](values, eligible, found, near, size, room, BLOCK=block, **options)
+        _window_kernel[(1,)](values, eligible, found, keep, size, SAMPLE=sample, **options)
+        _near_kernel[(blocks,)](values, eligible, found, near, size, room, BLOCK=block, **options | {"num_warps": 4})
     for level in range(LEVELS):
         _digits_kernel[few](
             values, eligible, near, digits, found, keep, size, room, LEVEL=level, BLOCK=block, **options

@@ -1,6 +1,6 @@
 """The only place that knows bytes. `docs/wire-format.md` is the description for other languages."""
 
-from gluefl.wire.bodies import Body, Shared, encode_positions, lay_out_together
+from gluefl.wire.bodies import Body, Shared, encode_positions
 from gluefl.wire.messages import (
     HEADER_BYTES,
     NO_HASH,
@@ -30,7 +30,6 @@ __all__ = [
     "encode",
     "encode_body",
     "encode_positions",
-    "lay_out_together",
     "measure",
     "pack",
     "replica_hash",

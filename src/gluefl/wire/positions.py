@@ -4,9 +4,9 @@ Measured in the notes of the project: at a density of 20% a bitmap through zstd 
 and gaps through zstd take over below about an eighth.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ import zstandard
 from torch import Tensor
 
 from gluefl import kernels
-from gluefl.cores import beside
 from gluefl.errors import WireError
 from gluefl.selection import count_true, positions_of
 
@@ -25,7 +24,6 @@ ZSTD_LEVEL = 1
 SPARSE = 1 / 8  # below this density (or above its complement) gaps are tried beside the bitmap
 VERY_SPARSE = 1 / 16  # and below this one the bitmap is not tried: only if positions crowd together is it shorter
 LONG = 4096  # positions; a shorter bitmap may be shorter than the frame around the gaps
-LONG_TO_COMPRESS = 1 << 20  # positions: bitmap and gaps are each worth a core of their own
 LONGEST_VARINT = 5  # bytes, for gaps below 2^32
 GATHER_BITS = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, in order, in the highest byte
 
@@ -71,7 +69,7 @@ def lay_out_rows(masks: Tensor, counts: Sequence[int], known: Tensor | None = No
     size = masks.shape[1] - (0 if known is None else count_true(known))
     some = [i for i, count in enumerate(counts) if 0 < count < size]
     dense = [i for i in some if _tries_bitmap(counts[i], size)]
-    bitmaps = dict(zip(dense, _bitmaps(_beside(rows_of(masks, dense), known)))) if dense else {}
+    bitmaps = dict(zip(dense, _bitmaps(rows_of(masks, dense), known))) if dense else {}
     gaps: dict[int, memoryview] = {}
     for present in (True, False):
         few = [i for i in some if _few(counts[i], size) <= SPARSE * size and _lists_present(counts[i], size) == present]
@@ -85,10 +83,6 @@ def lay_out_rows(masks: Tensor, counts: Sequence[int], known: Tensor | None = No
 def rows_of(masks: Tensor, some: Sequence[int]) -> Tensor:
     """Some rows, in increasing order: not copied where that is all of them."""
     return masks if len(some) == len(masks) else masks[some]
-
-
-def _beside(masks: Tensor, known: Tensor | None) -> Tensor:
-    return masks if known is None else masks.index_select(1, positions_of(~known))
 
 
 def _few(count: int, size: int) -> int:
@@ -105,18 +99,14 @@ def _tries_bitmap(count: int, size: int) -> bool:
 
 def squeeze(laid_out: LaidOut) -> Packed:
     """The shortest encoding of the positions; zstd lets other threads run meanwhile."""
-    size, count = laid_out.size, laid_out.count
+    size, count, bitmap, gaps = laid_out.size, laid_out.count, laid_out.bitmap, laid_out.gaps
     if count in (0, size):
         return Packed(NOTHING if count == 0 else EVERYTHING, count, b"")
     tried: list[tuple[int, bytes | memoryview]] = []
-    gaps = None if laid_out.gaps is None else partial(_compress, laid_out.gaps)
-    other = beside(gaps) if gaps and laid_out.bitmap is not None and size >= LONG_TO_COMPRESS else None
-    if laid_out.bitmap is not None:
-        tried += [(BITMAP_ZSTD, _compress(laid_out.bitmap)), (BITMAP, laid_out.bitmap)]
+    if bitmap is not None:
+        tried += [(BITMAP_ZSTD, _compress(bitmap)), (BITMAP, bitmap)]
     if gaps is not None:
-        # Where no core was free for it yet it is done here: tasks that waited for each other could wait for ever.
-        squeezed = gaps() if other is None or other.cancel() else other.result()
-        tried.append((GAPS_ZSTD if _lists_present(count, size) else ABSENT_GAPS_ZSTD, squeezed))
+        tried.append((GAPS_ZSTD if _lists_present(count, size) else ABSENT_GAPS_ZSTD, _compress(gaps)))
     codec, data = min(tried, key=lambda option: len(option[1]))
     return Packed(codec, count, bytes(data))
 
@@ -150,20 +140,30 @@ def unpack(packed: Packed, size: int) -> Tensor:
 def _to_bitmap(mask: Tensor) -> bytes:
     # Least significant bit first. On a GPU the bits are packed there: an eighth of the bytes crosses the bus.
     if mask.is_cuda:
-        return _bitmaps(mask.unsqueeze(0)).tobytes()
+        return _bitmaps(mask.unsqueeze(0), None).tobytes()
     return np.packbits(mask.numpy(), bitorder="little").tobytes()
 
 
-def _bitmaps(masks: Tensor) -> np.ndarray:
+def _bitmaps(masks: Tensor, known: Tensor | None) -> np.ndarray:
+    outside = None if known is None else positions_of(~known)
+    if kernels.serve(masks):
+        from gluefl.kernels.positions import bitmaps
+
+        return _to_host(bitmaps(masks, outside))[0]
+    masks = masks if outside is None else masks.index_select(1, outside)
     eights = torch.nn.functional.pad(masks, (0, -masks.shape[1] % 8)).view(torch.int64)
-    return _to_host((eights * GATHER_BITS >> 56).to(torch.uint8))
+    return _to_host((eights * GATHER_BITS >> 56).to(torch.uint8))[0]
 
 
-def _to_host(values: Tensor) -> np.ndarray:
-    if not values.is_cuda:
-        return values.numpy()
+def _to_host(*tensors: Tensor) -> list[np.ndarray]:
+    if not tensors[0].is_cuda:
+        return [tensor.numpy() for tensor in tensors]
     # Pinned memory is copied to at four times the speed; PyTorch keeps it for the next time.
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values).numpy()
+    there = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for tensor, copy in zip(tensors, there):
+        copy.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()  # once for all of them
+    return [copy.numpy() for copy in there]
 
 
 def _from_bitmap(data: bytes, size: int) -> np.ndarray:
@@ -194,7 +194,7 @@ def _gaps(mask: Tensor, count: int) -> bytes | memoryview:
 def count_rows(masks: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
     """At how many positions each row holds, and at how many of those that are known."""
     if kernels.serve(masks):
-        from gluefl.kernels.gaps import counts
+        from gluefl.kernels.positions import counts
 
         return counts(masks, known)
     held, both = torch.stack([masks.sum(1), (masks & known).sum(1)]).tolist()
@@ -203,16 +203,17 @@ def count_rows(masks: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
 
 def _gaps_of_rows(masks: Tensor, known: Tensor | None, present: bool, listed: Sequence[int]) -> list[memoryview]:
     if kernels.serve(masks):
-        from gluefl.kernels.gaps import gaps
+        from gluefl.kernels.positions import gaps
 
-        varints, lengths = gaps(masks, known, present, listed)
-    else:
-        varints, lengths = _gaps_by_torch(_beside(masks if present else ~masks, known))
-    data, ends = _to_host(varints), np.cumsum(lengths)
-    return [data[end - length : end].data for end, length in zip(ends, lengths)]
+        data, lengths = _to_host(*gaps(masks, known, present, listed))
+        return [row[:length].data for row, length in zip(data, lengths)]
+    masks = masks if present else ~masks
+    varints, ends = _gaps_by_torch(masks if known is None else masks.index_select(1, positions_of(~known)))
+    data, lasts = _to_host(varints, ends)
+    return [data[start:end].data for start, end in zip([0, *lasts], lasts)]
 
 
-def _gaps_by_torch(masks: Tensor) -> tuple[Tensor, list[int]]:
+def _gaps_by_torch(masks: Tensor) -> tuple[Tensor, Tensor]:
     row, column = masks.nonzero().to(torch.int32).unbind(1)
     gaps = torch.diff(column, prepend=column.new_zeros(1)).sub_(1)
     starts = torch.diff(row, prepend=row.new_full((1,), -1)) != 0
@@ -224,7 +225,7 @@ def _gaps_by_torch(masks: Tensor) -> tuple[Tensor, list[int]]:
     follow = gaps >> (shifts + 7).clamp_(max=31) > 0
     varints = (gaps >> shifts & 0x7F | follow.int() << 7).to(torch.uint8)
     lengths = torch.zeros(len(masks), dtype=torch.long, device=masks.device).index_add_(0, row, there.sum(1))
-    return varints[there], lengths.tolist()
+    return varints[there], lengths.cumsum(0)
 
 
 def _from_gaps(data: bytes, count: int, size: int) -> np.ndarray:
@@ -244,8 +245,14 @@ def _from_gaps(data: bytes, count: int, size: int) -> np.ndarray:
     return positions
 
 
+_of_this_thread = threading.local()
+
+
 def _compress(data: bytes | memoryview) -> bytes:
-    return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data)
+    # Every thread keeps a compressor: a new one asks for memory, and on virtual machines that takes as long again.
+    if not hasattr(_of_this_thread, "compressor"):
+        _of_this_thread.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+    return bytes(_of_this_thread.compressor.compress(data))
 
 
 def _decompress(data: bytes, limit: int, exact: bool = False) -> bytes:
