@@ -91,6 +91,15 @@ def test_bitmaps_are_those_of_numpy(size, known) -> None:
     assert np.array_equal(found.cpu().numpy(), np.packbits(some.numpy(), axis=1, bitorder="little"))
 
 
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+def test_absent_positions_are_listed(density) -> None:
+    from gluefl.kernels.positions import absent
+
+    mask = torch.from_numpy(np.random.default_rng(4).random(300) < density)
+    found = absent(mask.to(DEVICE), int((~mask).sum()), block=64)
+    assert found.tolist() == np.flatnonzero(~mask.numpy()).tolist()
+
+
 @pytest.mark.parametrize("size", [1, 200])
 def test_positions_are_counted(size) -> None:
     from gluefl.kernels.positions import counts

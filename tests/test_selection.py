@@ -7,7 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gluefl.errors import GlueFLError
-from gluefl.selection import Sparse, _magnitude_bits, _top, _top_on_gpu, count, counts, positions_of, tie_break, top
+from gluefl.selection import (
+    Sparse,
+    _magnitude_bits,
+    _top,
+    _top_on_gpu,
+    count,
+    counts,
+    known_count,
+    outside,
+    positions_of,
+    tie_break,
+    top,
+)
 from stubs import twin
 
 few_values = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, 1e-40, -1e-40])  # massive ties, signed zeros, denormals
@@ -149,6 +161,22 @@ def test_cpu_and_gpu_choose_the_same(rounded) -> None:
         there = top(values.cuda(), keep, sizes, 7, among.cuda())
         assert torch.equal(here, there.cpu())
         assert torch.equal(positions_of(here), positions_of(there).cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [-1, 0, 5, 400, 5000])
+def test_who_chooses_knows_how_many(keep) -> None:
+    """Nobody asks the GPU, and what is known is right."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).cuda()
+    mask = top(values, [160], [1000], 1)
+    unique = top(values, [keep], [1000], 2, among=outside(mask))
+    both = Sparse.both(mask, unique, values)
+    shared = top(values, [160], [1000], 2, among=both.mask())
+    for some in (mask, outside(mask), unique, both.mask(), shared, top(values, [3, keep], [400, 600], 3)):
+        assert known_count(some) == int(some.sum())
+    assert known_count(mask.clone()) is None and both.covered is mask
+    mask[0] = ~mask[0]
+    assert known_count(mask) is None
 
 
 class Unlisted(Sparse):

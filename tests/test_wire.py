@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gluefl import wire
 from gluefl.errors import GlueFLError, WireError
-from gluefl.selection import Sparse
+from gluefl.selection import Sparse, count_true
 from gluefl.wire import positions
 from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, KNOWN, _hand_out_apart, _hand_out_from_gpu
 from gluefl.wire.messages import HEADER, SECTION
@@ -356,7 +356,7 @@ def test_rows_are_laid_out_as_masks_are_one_by_one(size, densities, seed) -> Non
     masks = torch.from_numpy(rng.random((len(densities), size)) < np.array(densities).reshape(-1, 1))
     counts = masks.sum(1).tolist()
     expected = [positions.lay_out(mask, count) for mask, count in zip(masks, counts)]
-    assert positions.lay_out_rows(masks, counts) == expected
+    assert positions.lay_out_rows(masks, counts)() == expected
     for mask, laid_out in zip(masks, expected):
         assert torch.equal(wire.unpack(positions.squeeze(laid_out), size), mask)
 
@@ -379,9 +379,10 @@ def test_bodies_are_laid_out_together_as_one_by_one(size, kinds, seed) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [9, 5000, 50_001])
-@pytest.mark.parametrize("density", [0.01, 0.3, 0.95])
-def test_bodies_are_laid_out_on_a_gpu_as_one_by_one(size, density) -> None:
-    assert_laid_out_alike(size, 2 * KINDS, 5, density, "cuda")
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.3, 0.95])
+@pytest.mark.parametrize("how", ["now", "under way", "under way and counted"])
+def test_bodies_are_laid_out_on_a_gpu_as_one_by_one(how, size, density) -> None:
+    assert_laid_out_alike(size, 2 * KINDS, 5, density, "cuda", how)
 
 
 def hand_out(owners, how) -> None:
@@ -433,7 +434,7 @@ def test_what_goes_wrong_beside_is_said_where_it_is_asked_for(cores, monkeypatch
         wire.measure(body)
 
 
-def assert_laid_out_alike(size, kinds, seed, density, device) -> None:
+def assert_laid_out_alike(size, kinds, seed, density, device, how="now") -> None:
     rng = np.random.default_rng(seed)
     known = torch.from_numpy(rng.random(size) < 0.4)
     vector = torch.from_numpy(rng.standard_normal(size).astype(np.float32))
@@ -452,7 +453,12 @@ def assert_laid_out_alike(size, kinds, seed, density, device) -> None:
         if together:
             hand_out([together[0].shared, *together], _hand_out_from_gpu)
     else:
-        wire.encode_positions(together)
+        if how == "under way and counted":
+            count_true(together[0].shared.mask)
+            for kind, body in zip(kinds, together):
+                count_true(body.update.mask())
+                body.update.covered = body.shared.mask if kind in ("with", "all") else None
+        wire.encode_positions(together, under_way=how != "now")
     for a, b in zip(one_by_one, together):
         assert a.positions == b.positions and a.shared.packed == b.shared.packed
         assert wire.measure(a) == wire.measure(b)

@@ -43,6 +43,16 @@ class Sparse:
         return sparse
 
     @classmethod
+    def both(cls, mask: Tensor, beside: Tensor, vector: Tensor) -> "Sparse":
+        """The entries that either of two masks covers, which share no position."""
+        either, counts = mask | beside, (known_count(mask), known_count(beside))
+        if counts[0] is not None and counts[1] is not None:
+            remember_count(either, counts[0] + counts[1])
+        sparse = cls.where(either, vector)
+        sparse.covered = mask
+        return sparse
+
+    @classmethod
     def view(cls, mask: Tensor, vector: Tensor) -> "Sparse":
         """As `where`, but nothing is computed before it is asked for, on a CPU too."""
         sparse = cls.__new__(cls)
@@ -63,6 +73,7 @@ class Sparse:
         """No entry at all."""
         return cls(torch.zeros(0, dtype=torch.long, device=device), torch.zeros(0, device=device), size)
 
+    covered: Tensor | None = None  # a mask all of whose positions are known to be present
     _mask: Tensor | None = None
     _vector: Tensor
 
@@ -191,7 +202,11 @@ def top(values: Tensor, keep: Sequence[int], sizes: Sequence[int], round: int, a
         if among is not None:
             bits.bitwise_or_((~among).to(bits.dtype).neg_())  # −1 where not eligible, below every magnitude
         masks = [_top(bits[a:b], k, round, a) for k, a, b in some]
-    return masks[0] if len(masks) == 1 else torch.cat(masks)
+    mask = masks[0] if len(masks) == 1 else torch.cat(masks)
+    eligible = list(sizes) if among is None else [known_count(among) if len(masks) == 1 else None]
+    if None not in eligible:
+        remember_count(mask, sum(min(max(k, 0), most or 0) for k, most in zip(keep, eligible)))
+    return mask
 
 
 def tie_break(positions: Tensor, round: int) -> Tensor:
@@ -218,11 +233,25 @@ def count_true(mask: Tensor) -> int:
     """At how many positions a mask holds. On a GPU it is remembered: to ask is to wait for all that was started."""
     if not mask.is_cuda:
         return int(np.count_nonzero(mask.numpy()))
-    version, found = _counted.get(mask, (None, 0))
-    if version != mask._version:
+    found = known_count(mask)
+    if found is None:
         found = int(torch.count_nonzero(mask))
         remember_count(mask, found)
-    return int(found)
+    return found
+
+
+def known_count(mask: Tensor) -> int | None:
+    """As `count_true`, if somebody has told: on a GPU, where to count is to wait."""
+    version, found = _counted.get(mask, (None, 0))
+    return int(found) if version == mask._version else None
+
+
+def outside(mask: Tensor) -> Tensor:
+    """The positions at which a mask does not hold, as a mask."""
+    rest, count = ~mask, known_count(mask)
+    if count is not None:
+        remember_count(rest, mask.numel() - count)
+    return rest
 
 
 def remember_count(mask: Tensor, count: int) -> None:

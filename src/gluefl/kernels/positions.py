@@ -143,6 +143,11 @@ def bitmaps(masks: Tensor, outside: Tensor | None, block: int = SHORT) -> Tensor
     return data
 
 
+def absent(mask: Tensor, count: int, block: int = BLOCK) -> Tensor:
+    """The increasing positions at which a mask does not hold, of which there are `count`."""
+    return _list(mask.unsqueeze(0), None, False, max(1, count), block)[0][0, :count]
+
+
 def gaps(
     masks: Tensor, known: Tensor | None, present: bool, listed: Sequence[int], block: int = BLOCK, short: int = SHORT
 ) -> tuple[Tensor, Tensor]:
@@ -154,22 +159,25 @@ def gaps(
     rows, size = masks.shape
     blocks, room = triton.cdiv(size, block), max(1, *listed)
     shorts, longest = triton.cdiv(room, short), room + size // LONG_GAP + 1
-    counts, lengths, found, data = (
-        torch.empty(shape, dtype=dtype, device=masks.device)
-        for shape, dtype in (
-            ((rows, 2, blocks), torch.int32),
-            ((rows, shorts), torch.int32),
-            ((rows, room), torch.int32),
-            ((rows, longest), torch.uint8),
-        )
-    )
+    found, ends = _list(masks, known, present, room, block)
+    lengths = torch.empty(rows, shorts, dtype=torch.int32, device=masks.device)
+    data = torch.empty(rows, longest, dtype=torch.uint8, device=masks.device)
+    _lengths_kernel[(shorts, rows)](found, ends, lengths, blocks, room, shorts, BLOCK=short)
+    byte_ends = lengths.cumsum(1, dtype=torch.int32)
+    _write_kernel[(shorts, rows)](found, ends, byte_ends, data, blocks, room, shorts, longest, BLOCK=short)
+    return data, byte_ends[:, -1]
+
+
+def _list(masks: Tensor, known: Tensor | None, present: bool, room: int, block: int) -> tuple[Tensor, Tensor]:
+    """The numbers in each set, in rows of `room`; how many are numbered, and in the set, by the end of each block."""
+    rows, size = masks.shape
+    blocks = triton.cdiv(size, block)
+    counts = torch.empty(rows, 2, blocks, dtype=torch.int32, device=masks.device)
+    found = torch.empty(rows, room, dtype=torch.int32, device=masks.device)
     sets = masks.contiguous().view(torch.uint8)
     outside = sets if known is None else known.contiguous().view(torch.uint8)
     options = {"PRESENT": present, "KNOWN": known is not None, "BLOCK": block, "num_warps": 8}
     _blocks_kernel[(blocks, rows)](sets, outside, counts, size, blocks, **options)
     ends = counts.cumsum(2, dtype=torch.int32)
     _list_kernel[(blocks, rows)](sets, outside, ends, found, size, blocks, room, **options)
-    _lengths_kernel[(shorts, rows)](found, ends, lengths, blocks, room, shorts, BLOCK=short)
-    byte_ends = lengths.cumsum(1, dtype=torch.int32)
-    _write_kernel[(shorts, rows)](found, ends, byte_ends, data, blocks, room, shorts, longest, BLOCK=short)
-    return data, byte_ends[:, -1]
+    return found, ends

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gluefl.selection import Sparse, count, count_true, counts, top
+from gluefl.selection import Sparse, count, count_true, counts, outside, top
 from gluefl.strategies import Space, Task, Upload, weighted_sum
 from gluefl.strategies.compensation import Compensation, compensate, remember
 
@@ -49,22 +49,21 @@ class GlueFL:
     def compress(self, delta: Tensor, task: Task, residual: Tensor | None) -> tuple[Sparse, Tensor | None]:
         """Lines 13–14: everything in the shared mask, and the largest of the rest."""
         delta = compensate(delta, residual, task.weight, self.compensation)
-        unique = self._unique(delta, task.mask, task.space, task.round)
-        sent = Sparse.where(task.mask | unique, delta)
+        sent = Sparse.both(task.mask, self._unique(delta, task.mask, task.space, task.round), delta)
         return sent, remember(delta, sent, task.weight, self.compensation)
 
     def aggregate(self, state: GlueFLState, uploads: Sequence[Upload], round: int) -> tuple[GlueFLState, Sparse]:
         """Lines 17–22: the update, and the mask that the next one will share with it."""
         mask = self.mask(state, round)
         total = weighted_sum(uploads, state.space)
-        changed = mask | self._unique(total, mask, state.space, round)
+        update = Sparse.both(mask, self._unique(total, mask, state.space, round), total)
         segments = state.space.segments(self.scope)
-        shared = top(total, counts(self.q_shared, segments), segments, round, among=changed)
-        return replace(state, shared=shared), Sparse.where(changed, total)
+        shared = top(total, counts(self.q_shared, segments), segments, round, among=update.mask())
+        return replace(state, shared=shared), update
 
     def _unique(self, vector: Tensor, mask: Tensor, space: Space, round: int) -> Tensor:
         """top_{q−q_shr}(¬M ⊙ Δ): what the mask leaves of the budget, so the whole of it when M is empty."""
         segments = space.segments(self.scope)
         parts = [mask] if len(segments) == 1 else torch.split(mask, list(segments))
         keep = [max(1, count(self.q, part.numel())) - count_true(part) for part in parts]
-        return top(vector, keep, segments, round, among=~mask)
+        return top(vector, keep, segments, round, among=outside(mask))

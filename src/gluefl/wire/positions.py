@@ -5,7 +5,7 @@ and gaps through zstd take over below about an eighth.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import zstandard
 from torch import Tensor
 
 from gluefl import kernels
+from gluefl.cores import wait_for
 from gluefl.errors import WireError
 from gluefl.selection import count_true, positions_of
 
@@ -63,21 +64,27 @@ def lay_out(mask: Tensor, count: int) -> LaidOut:
     return LaidOut(size, count, _to_bitmap(mask) if _tries_bitmap(count, size) else None, gaps)
 
 
-def lay_out_rows(masks: Tensor, counts: Sequence[int], known: Tensor | None = None) -> list[LaidOut]:
+def lay_out_rows(masks: Tensor, counts: Sequence[int], known: Tensor | None = None) -> Callable[[], list[LaidOut]]:
     """As `lay_out` for every row of a matrix, in a handful of calls to a GPU: one call costs as much as its work.
+    Nobody waits for it: what is returned is to be called when it has been done.
     What is `known` is left out: positions are counted beside it, and a row holds `counts` of them there."""
     size = masks.shape[1] - (0 if known is None else count_true(known))
     some = [i for i, count in enumerate(counts) if 0 < count < size]
     dense = [i for i in some if _tries_bitmap(counts[i], size)]
-    bitmaps = dict(zip(dense, _bitmaps(rows_of(masks, dense), known))) if dense else {}
-    gaps: dict[int, memoryview] = {}
+    bitmaps = _bitmaps(rows_of(masks, dense), known) if dense else None
+    gaps = []
     for present in (True, False):
         few = [i for i in some if _few(counts[i], size) <= SPARSE * size and _lists_present(counts[i], size) == present]
         if few:
-            gaps |= zip(few, _gaps_of_rows(rows_of(masks, few), known, present, [_few(counts[i], size) for i in few]))
-    return [
-        LaidOut(size, count, bitmaps[i].data if i in bitmaps else None, gaps.get(i)) for i, count in enumerate(counts)
-    ]
+            listed = [_few(counts[i], size) for i in few]
+            gaps.append((few, _gaps_of_rows(rows_of(masks, few), known, present, listed)))
+
+    def done() -> list[LaidOut]:
+        bits = {} if bitmaps is None else {i: row.data for i, row in zip(dense, bitmaps.numpy())}
+        varints = {i: row for few, rows in gaps for i, row in zip(few, rows())}
+        return [LaidOut(size, count, bits.get(i), varints.get(i)) for i, count in enumerate(counts)]
+
+    return done
 
 
 def rows_of(masks: Tensor, some: Sequence[int]) -> Tensor:
@@ -140,30 +147,28 @@ def unpack(packed: Packed, size: int) -> Tensor:
 def _to_bitmap(mask: Tensor) -> bytes:
     # Least significant bit first. On a GPU the bits are packed there: an eighth of the bytes crosses the bus.
     if mask.is_cuda:
-        return _bitmaps(mask.unsqueeze(0), None).tobytes()
+        bitmaps = _bitmaps(mask.unsqueeze(0), None)
+        wait_for(mask)
+        return bitmaps.numpy().tobytes()
     return np.packbits(mask.numpy(), bitorder="little").tobytes()
 
 
-def _bitmaps(masks: Tensor, known: Tensor | None) -> np.ndarray:
-    outside = None if known is None else positions_of(~known)
+def _bitmaps(masks: Tensor, known: Tensor | None) -> Tensor:
     if kernels.serve(masks):
-        from gluefl.kernels.positions import bitmaps
+        from gluefl.kernels.positions import absent, bitmaps
 
-        return _to_host(bitmaps(masks, outside))[0]
-    masks = masks if outside is None else masks.index_select(1, outside)
+        return _to_host(bitmaps(masks, None if known is None else absent(known, known.numel() - count_true(known))))
+    masks = masks if known is None else masks.index_select(1, positions_of(~known))
     eights = torch.nn.functional.pad(masks, (0, -masks.shape[1] % 8)).view(torch.int64)
-    return _to_host((eights * GATHER_BITS >> 56).to(torch.uint8))[0]
+    return _to_host((eights * GATHER_BITS >> 56).to(torch.uint8))
 
 
-def _to_host(*tensors: Tensor) -> list[np.ndarray]:
-    if not tensors[0].is_cuda:
-        return [tensor.numpy() for tensor in tensors]
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that will be there when a GPU has done what it was given."""
+    if not tensor.is_cuda:
+        return tensor
     # Pinned memory is copied to at four times the speed; PyTorch keeps it for the next time.
-    there = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-    for tensor, copy in zip(tensors, there):
-        copy.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensors[0].device).synchronize()  # once for all of them
-    return [copy.numpy() for copy in there]
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _from_bitmap(data: bytes, size: int) -> np.ndarray:
@@ -178,7 +183,9 @@ def _from_bitmap(data: bytes, size: int) -> np.ndarray:
 def _gaps(mask: Tensor, count: int) -> bytes | memoryview:
     """LEB128 varints of position − previous position − 1, the one before the first being −1."""
     if mask.is_cuda:
-        return _gaps_of_rows(mask.unsqueeze(0), None, True, [count])[0]
+        rows = _gaps_of_rows(mask.unsqueeze(0), None, True, [count])
+        wait_for(mask)
+        return rows()[0]
     gaps = np.diff(positions_of(mask).numpy(), prepend=-1) - 1
     lengths = np.ones(gaps.size, np.int64)
     for i in range(1, LONGEST_VARINT):
@@ -201,16 +208,18 @@ def count_rows(masks: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
     return held, both
 
 
-def _gaps_of_rows(masks: Tensor, known: Tensor | None, present: bool, listed: Sequence[int]) -> list[memoryview]:
+def _gaps_of_rows(
+    masks: Tensor, known: Tensor | None, present: bool, listed: Sequence[int]
+) -> Callable[[], list[memoryview]]:
     if kernels.serve(masks):
         from gluefl.kernels.positions import gaps
 
-        data, lengths = _to_host(*gaps(masks, known, present, listed))
-        return [row[:length].data for row, length in zip(data, lengths)]
+        data, lengths = (_to_host(found) for found in gaps(masks, known, present, listed))
+        return lambda: [row[:length].data for row, length in zip(data.numpy(), lengths.tolist())]
     masks = masks if present else ~masks
-    varints, ends = _gaps_by_torch(masks if known is None else masks.index_select(1, positions_of(~known)))
-    data, lasts = _to_host(varints, ends)
-    return [data[start:end].data for start, end in zip([0, *lasts], lasts)]
+    found = _gaps_by_torch(masks if known is None else masks.index_select(1, positions_of(~known)))
+    varints, ends = (_to_host(some) for some in found)
+    return lambda: [varints.numpy()[a:b].data for a, b in zip([0, *ends.tolist()], ends.tolist())]
 
 
 def _gaps_by_torch(masks: Tensor) -> tuple[Tensor, Tensor]:
