@@ -106,7 +106,7 @@ def test_how_many_uploads_are_encoded_together_changes_nothing(together, cores, 
 
     expected, encoded = lines(), []
     monkeypatch.setattr("gluefl.round.ENCODED_TOGETHER", together)
-    for module in ("cores", "wire.bodies"):
+    for module in ("cores", "wire.encoding"):
         monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
     encode = wire.Body.encoded_here
     monkeypatch.setattr(wire.Body, "encoded_here", lambda body: encoded.append(id(body)) or encode(body))

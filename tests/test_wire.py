@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gluefl import wire
+from gluefl.cores import beside
 from gluefl.errors import GlueFLError, WireError
 from gluefl.selection import Sparse, count_true
 from gluefl.wire import positions
-from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, KNOWN, _hand_out_apart, _hand_out_from_gpu
+from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, KNOWN
+from gluefl.wire.encoding import _hand_out_apart, _hand_out_from_gpu
 from gluefl.wire.messages import HEADER, SECTION
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -409,14 +411,15 @@ def test_positions_are_encoded_beside_as_here(how, cores, monkeypatch) -> None:
             made.append(wire.Body(update, torch.zeros(2), shared, sends_mask=number % 2 == 0))
         return made
 
-    here, beside = bodies(), bodies()
-    for module in ("cores", "wire.bodies"):
+    here, there = bodies(), bodies()
+    for module in ("cores", "wire.encoding"):
         monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
     if how == "at once":
-        wire.encode_positions(beside, under_way=True)
+        wire.encode_positions(there, under_way=True)
     else:  # what is done for a GPU
-        hand_out([beside[0].shared, *beside], lambda owners: _hand_out_apart(owners, None, Settled()))
-    assert [wire.encode_body(body) for body in beside] == [wire.encode_body(body) for body in here]
+        hand_out([there[0].shared, *there], lambda owners: _hand_out_apart(owners, None, Settled()))
+    wire.wait_until_started(there)
+    assert [wire.encode_body(body) for body in there] == [wire.encode_body(body) for body in here]
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -424,7 +427,7 @@ def test_what_goes_wrong_beside_is_said_where_it_is_asked_for(cores, monkeypatch
     def broken(*arguments):
         raise GlueFLError("no room")
 
-    for module in ("cores", "wire.bodies"):
+    for module in ("cores", "wire.encoding"):
         monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
     monkeypatch.setattr(wire.Body, "encoded_here", broken)
     body = wire.Body(Sparse.where(torch.arange(90) % 5 == 0, torch.ones(90)), torch.zeros(2),
@@ -432,6 +435,15 @@ def test_what_goes_wrong_beside_is_said_where_it_is_asked_for(cores, monkeypatch
     wire.encode_positions([body])
     with pytest.raises(GlueFLError, match="no room"):
         wire.measure(body)
+
+
+@pytest.mark.parametrize("density", [0.05, 0.1, 0.9])
+def test_bitmap_and_gaps_are_compressed_beside_each_other(density, monkeypatch) -> None:
+    masks = [torch.from_numpy(np.random.default_rng(i).random(9000) < density) for i in range(40)]
+    expected = [positions.pack(mask) for mask in masks]
+    monkeypatch.setattr(positions, "LONG_TO_COMPRESS", 0)
+    started = [beside(positions.pack, mask) for mask in masks]  # more than there are threads: none may wait for another
+    assert [task.result(timeout=60) for task in started] == expected
 
 
 def assert_laid_out_alike(size, kinds, seed, density, device, how="now") -> None:

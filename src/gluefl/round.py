@@ -137,6 +137,7 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
 
     # Only now does anybody wait for a GPU; the encoding went on meanwhile.
     uploads = asked(uploads, round)
+    wire.wait_until_started(ahead.missing.values() if ahead else ())
     up_bytes = {client: wire.measure(body) for client, body in sent.items()}
 
     # Server: publish the next version and update the sticky group.

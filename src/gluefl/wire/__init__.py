@@ -1,6 +1,7 @@
 """The only place that knows bytes. `docs/wire-format.md` is the description for other languages."""
 
-from gluefl.wire.bodies import Body, Shared, encode_positions
+from gluefl.wire.bodies import Body, Shared
+from gluefl.wire.encoding import encode_positions, wait_until_started
 from gluefl.wire.messages import (
     HEADER_BYTES,
     NO_HASH,
@@ -34,4 +35,5 @@ __all__ = [
     "pack",
     "replica_hash",
     "unpack",
+    "wait_until_started",
 ]

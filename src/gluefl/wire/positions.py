@@ -14,7 +14,7 @@ import zstandard
 from torch import Tensor
 
 from gluefl import kernels
-from gluefl.cores import wait_for
+from gluefl.cores import beside, wait_for
 from gluefl.errors import WireError
 from gluefl.selection import count_true, positions_of
 
@@ -25,6 +25,7 @@ ZSTD_LEVEL = 1
 SPARSE = 1 / 8  # below this density (or above its complement) gaps are tried beside the bitmap
 VERY_SPARSE = 1 / 16  # and below this one the bitmap is not tried: only if positions crowd together is it shorter
 LONG = 4096  # positions; a shorter bitmap may be shorter than the frame around the gaps
+LONG_TO_COMPRESS = 1 << 20  # positions: bitmap and gaps are each worth a core of their own
 LONGEST_VARINT = 5  # bytes, for gaps below 2^32
 GATHER_BITS = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, in order, in the highest byte
 
@@ -110,10 +111,14 @@ def squeeze(laid_out: LaidOut) -> Packed:
     if count in (0, size):
         return Packed(NOTHING if count == 0 else EVERYTHING, count, b"")
     tried: list[tuple[int, bytes | memoryview]] = []
+    both = bitmap is not None and gaps is not None and size >= LONG_TO_COMPRESS
+    other = beside(_compress, gaps) if both else None
     if bitmap is not None:
         tried += [(BITMAP_ZSTD, _compress(bitmap)), (BITMAP, bitmap)]
     if gaps is not None:
-        tried.append((GAPS_ZSTD if _lists_present(count, size) else ABSENT_GAPS_ZSTD, _compress(gaps)))
+        # Where no core was free for it yet it is done here: tasks that waited for each other could wait for ever.
+        squeezed = _compress(gaps) if other is None or other.cancel() else other.result()
+        tried.append((GAPS_ZSTD if _lists_present(count, size) else ABSENT_GAPS_ZSTD, squeezed))
     codec, data = min(tried, key=lambda option: len(option[1]))
     return Packed(codec, count, bytes(data))
 
