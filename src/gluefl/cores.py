@@ -48,6 +48,14 @@ def started(device: torch.device) -> "torch.cuda.Event":
     return event
 
 
+def still_works(device: torch.device) -> Callable[[], bool]:
+    """To be asked later: has it still to do what it was given by now?"""
+    if device.type != "cuda":
+        return lambda: True
+    event = started(device)
+    return lambda: not event.query()
+
+
 def wait_for(tensor: Tensor) -> None:
     """Wait until a tensor is computed. To just copy it from a GPU would wait, too, but in the middle of the copy, and
     then the driver keeps all other threads from starting anything."""

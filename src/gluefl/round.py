@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gluefl import wire
 from gluefl.channel import Channel, Parcel
-from gluefl.cores import wait_for, works_by_itself
+from gluefl.cores import still_works, wait_for, works_by_itself
 from gluefl.errors import GlueFLError
 from gluefl.fleet import Devices, Trip
 from gluefl.layout import Layout
@@ -343,7 +343,7 @@ def look_ahead(
     when the round will end; what is needed against expectation is made then."""
     if not works_by_itself(f.space.device):
         return None
-    round = state.round + 1
+    round, is_busy = state.round + 1, still_works(f.space.device)
     there = [client for group in used for client in group]
     ends_s = clock_s + max((trips[client].arrival_s for client in there), default=0.0)
     holders = [client for client, trip in trips.items() if trip.downloaded]
@@ -352,6 +352,8 @@ def look_ahead(
         _, groups = invite(f, guess, round + 1)
     except GlueFLError:
         return None  # nobody is online, as far as can be told
+    if not is_busy():
+        return None  # a small model: it waits for us, not we for it
     shared = wire.Shared(f.strategy.mask(guess.strategy, round + 1))
     missing = encoded_updates(guess, groups, shared, under_way=True)
     f.engine.prepare([client for group in groups for client in group.clients], round + 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 BLOCK = 1024
 DIGITS = 256
 LEVELS = 4
-LONG = 1 << 18  # values; of fewer, all go through the passes
+LONG = 1 << 22  # values; of fewer, all go through the passes: to launch two kernels more takes the host as long
 SAMPLE = 1 << 12  # of a long vector
 LISTED = 4  # a list of what is near has room for every fourth value
 PROGRAMS = 528  # of one pass, at most: four for each multiprocessor of an H200
