@@ -363,6 +363,32 @@ def test_rows_are_laid_out_as_masks_are_one_by_one(size, densities, seed) -> Non
         assert torch.equal(wire.unpack(positions.squeeze(laid_out), size), mask)
 
 
+@given(st.integers(1, 400) | st.integers(4090, 4400), st.sampled_from([0.0, 0.004, 0.05, 0.1, 0.5, 0.97, 1.0]))
+def test_a_list_is_laid_out_as_its_mask(size, density) -> None:
+    mask = mask_of(size, density, 5)
+    expected = positions.lay_out(mask, int(mask.sum()))
+    assert positions.lay_out_list(np.flatnonzero(mask.numpy()).astype(np.int32), size) == expected
+
+
+@pytest.mark.parametrize("apart", [1, 100, 127, 128, 129, 16_384, 16_385, 3_000_000])
+def test_gaps_of_every_length_are_read_back(apart) -> None:
+    mask = torch.zeros(3 * apart + 9, dtype=torch.bool)
+    mask[torch.tensor([0, 1, 1 + apart, 2 * apart, 3 * apart + 5])] = True
+    assert torch.equal(wire.unpack(wire.pack(mask), mask.numel()), mask)
+
+
+@given(st.integers(2, 60), st.integers(0, 99), st.sampled_from([0.0, 0.3, 1.0]))
+def test_a_listed_update_is_encoded_as_one_that_is_not(size, seed, density) -> None:
+    """Whether the shared mask is part of it or not."""
+    shared = wire.Shared(mask_of(size, 0.4, seed))
+    for mask in (shared.mask | mask_of(size, density, seed + 1), mask_of(size, density, seed + 2)):
+        found = [
+            wire.Body(make(mask, torch.arange(float(size))), torch.zeros(0), shared, False).encoded_here()
+            for make in (Sparse.where, Sparse.view)
+        ]
+        assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("density", [0.001, 0.02, 0.06, 0.94, 0.98, 0.999])
 def test_no_bitmap_is_made_where_it_would_not_be_sent(density) -> None:
     mask = mask_of(50_000, density, 4)

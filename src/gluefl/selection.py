@@ -149,6 +149,11 @@ class Sparse:
         """Whether every position is present, as far as is known: to count on a GPU is to wait for it."""
         return vars(self).get("count") == self.size
 
+    @property
+    def listed(self) -> bool:
+        """Whether there is a list of the positions already."""
+        return "positions" in vars(self)
+
     def _served(self, vector: Tensor) -> bool:
         """Whether a kernel goes over a vector and this together."""
         if self.is_whole or self._listed or not kernels.serve(vector):
@@ -158,7 +163,7 @@ class Sparse:
     @property
     def _listed(self) -> bool:
         """Whether to go over the list of positions: on a GPU only if there is one already."""
-        return "positions" in vars(self) or not self.mask().is_cuda
+        return self.listed or not self.mask().is_cuda
 
 
 def add_all(vector: Tensor, parts: Sequence[Sparse], weights: Sequence[float]) -> Tensor:
@@ -200,7 +205,7 @@ def top(values: Tensor, keep: Sequence[int], sizes: Sequence[int], round: int, a
     else:
         bits = _magnitude_bits(values)
         if among is not None:
-            bits.bitwise_or_((~among).to(bits.dtype).neg_())  # −1 where not eligible, below every magnitude
+            bits.bitwise_or_(among.view(torch.int8) - 1)  # −1 where not eligible, below every magnitude
         masks = [_top(bits[a:b], k, round, a) for k, a, b in some]
     mask = masks[0] if len(masks) == 1 else torch.cat(masks)
     eligible = list(sizes) if among is None else [known_count(among) if len(masks) == 1 else None]

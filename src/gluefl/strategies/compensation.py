@@ -20,7 +20,7 @@ def compensate(delta: Tensor, residual: Tensor | None, weight: float, mode: Comp
         return delta
     if delta.is_cuda:
         return torch.add(delta, residual, alpha=1 / weight if mode == "rescaled" else 1)  # one pass instead of two
-    return delta + (residual / weight if mode == "rescaled" else residual)
+    return (residual / weight).add_(delta) if mode == "rescaled" else delta + residual
 
 
 def remember(delta: Tensor, sent: Sparse, weight: float, mode: Compensation) -> Tensor | None:

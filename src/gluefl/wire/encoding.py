@@ -43,7 +43,7 @@ def wait_until_started(bodies: Iterable[Body]) -> None:
 def _hand_out(owners: Sequence[HasPositions]) -> Handed:
     for owner in owners:
         if isinstance(owner, Body) and count_true(owner.shared.mask):
-            _ = owner.shared.outside  # before several threads ask for it at once
+            _ = owner.shared.outside, owner.shared.numbers  # before several threads ask for them at once
     return _on_all_cores(owners, [owner.encoded_here for owner in owners])
 
 

@@ -65,6 +65,16 @@ def lay_out(mask: Tensor, count: int) -> LaidOut:
     return LaidOut(size, count, _to_bitmap(mask) if _tries_bitmap(count, size) else None, gaps)
 
 
+def lay_out_list(positions: np.ndarray, size: int) -> LaidOut:
+    """As `lay_out` for increasing positions of a vector of `size`."""
+    count = positions.size
+    if 0 < count < size and _lists_present(count, size) and not _tries_bitmap(count, size):
+        return LaidOut(size, count, None, _varints(positions))
+    mask = np.zeros(size, bool)
+    mask[positions] = True
+    return lay_out(torch.from_numpy(mask), count)
+
+
 def lay_out_rows(masks: Tensor, counts: Sequence[int], known: Tensor | None = None) -> Callable[[], list[LaidOut]]:
     """As `lay_out` for every row of a matrix, in a handful of calls to a GPU: one call costs as much as its work.
     Nobody waits for it: what is returned is to be called when it has been done.
@@ -191,14 +201,20 @@ def _gaps(mask: Tensor, count: int) -> bytes | memoryview:
         rows = _gaps_of_rows(mask.unsqueeze(0), None, True, [count])
         wait_for(mask)
         return rows()[0]
-    gaps = np.diff(positions_of(mask).numpy(), prepend=-1) - 1
+    return _varints(positions_of(mask).numpy())
+
+
+def _varints(positions: np.ndarray) -> bytes:
+    gaps = np.diff(positions, prepend=-1) - 1
+    longer = [np.flatnonzero(gaps >= 1 << (7 * i)) for i in range(1, LONGEST_VARINT)]  # few of them
+    if not longer[0].size:
+        return gaps.astype(np.uint8).tobytes()
     lengths = np.ones(gaps.size, np.int64)
-    for i in range(1, LONGEST_VARINT):
-        lengths += gaps >= 1 << (7 * i)
+    for some in longer:
+        lengths[some] += 1
     starts = np.cumsum(lengths) - lengths
     varints = np.zeros(int(lengths.sum()), np.uint8)
-    for i in range(int(lengths.max())):
-        some = lengths > i
+    for i, some in enumerate([np.arange(gaps.size), *longer]):
         varints[starts[some] + i] = (gaps[some] >> (7 * i)) & 0x7F | (lengths[some] > i + 1) << 7
     return varints.tobytes()
 
