@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gluefl.channel import Channel, Encoded, Parcel
+from gluefl.federation import Federation, State, start
 from gluefl.fleet import Instant, Trip
 from gluefl.layout import Layout
 from gluefl.residuals import Residuals
-from gluefl.round import Federation, State, start
 from gluefl.sampling import Pool
 from gluefl.server import Server
 from gluefl.strategies import Space

@@ -13,11 +13,12 @@ from federations import LAYOUT, RUN, Engine, federation
 from flower_nodes import Grid, Node, initial_arrays
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform
 from gluefl.channel import Encoded
+from gluefl.federation import start
 from gluefl.flower import GlueFLStrategy, exchange
 from gluefl.flower.arrays import Table
 from gluefl.layout import split
 from gluefl.randomness import stream
-from gluefl.round import play, start
+from gluefl.round import play
 from stubs import mlp
 
 CLIENTS, ROUNDS = 12, 12

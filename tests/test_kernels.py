@@ -27,7 +27,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("sample", [None, 16, pytest.param(1024, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("sample", [None, 16, 256, pytest.param(1024, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("among", [False, True])
 @pytest.mark.parametrize("kind", VALUES)

@@ -1,7 +1,9 @@
 """One round in single steps: what is asked for when, and what is kept how long."""
 
+import copy
 import gc
 import math
+import time
 import weakref
 from dataclasses import replace
 
@@ -12,22 +14,27 @@ from federations import LAYOUT, RUN, Engine, Unreliable, federation
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform, wire
 from gluefl import round as round_module
 from gluefl.channel import Encoded, Measured
+from gluefl.cores import in_turn
 from gluefl.errors import GlueFLError
+from gluefl.federation import State
 from gluefl.fleet import Instant
-from gluefl.round import State, asked, play
+from gluefl.round import asked, play
 from gluefl.selection import Sparse
 from gluefl.strategies import Upload
 from gluefl.training import Outcome
+from gluefl.wire import encoding
+
+CPU = torch.device("cpu")
 
 
 def test_losses_on_a_device_and_here_keep_their_clients() -> None:
     def uploads(losses: dict) -> list[Upload]:
         return [Upload(client, 1.0, Sparse.empty(3), torch.zeros(0), loss) for client, loss in losses.items()]
 
-    found = asked(uploads({1: torch.tensor(1.0), 2: 2.0, 3: torch.tensor(3.0)}), 7)
-    assert {upload.client: upload.loss for upload in found} == {1: 1.0, 2: 2.0, 3: 3.0} and asked([], 7) == []
+    found = asked(uploads({1: torch.tensor(1.0), 2: 2.0, 3: torch.tensor(3.0)}), CPU, 7)
+    assert {upload.client: upload.loss for upload in found} == {1: 1.0, 2: 2.0, 3: 3.0} and asked([], CPU, 7) == []
     with pytest.raises(GlueFLError, match="round 7: the loss of client 5 is nan"):
-        asked(uploads({4: 1.0, 5: torch.tensor(math.nan)}), 7)
+        asked(uploads({4: 1.0, 5: torch.tensor(math.nan)}), CPU, 7)
 
 
 class Diverging(Engine):
@@ -136,6 +143,22 @@ class Prepared(Engine):
         self.prepared.append((round, set(clients)))
 
 
+def encode_later(bodies, under_way=False) -> None:
+    """As for a GPU: in another thread, and not at once."""
+
+    def hand_out(owners):
+        time.sleep(0.01)
+        return encoding._hand_out(owners)
+
+    if under_way and bodies:
+        owners = [bodies[0].shared, *bodies]
+        handed = in_turn(hand_out, owners)
+        for owner in owners:
+            vars(owner)["handed"] = handed
+    else:
+        encoding.encode_positions(bodies)
+
+
 def six_rounds(strategy, sampler, channel, devices) -> tuple[list[dict], State, list]:
     engine = Prepared()
     f, state = federation(strategy, sampler, 90, engine=engine, devices=devices)
@@ -161,6 +184,7 @@ def test_to_look_ahead_changes_nothing(strategy, sampler, devices, channel, monk
     lines, plain, prepared = six_rounds(strategy, sampler, channel, devices)
     assert plain.ahead is None and [round for round, _ in prepared] == [1, 2, 3, 4, 5, 6]
     monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
+    monkeypatch.setattr(wire, "encode_positions", encode_later)
     made, view = [], Sparse.view
     monkeypatch.setattr(Sparse, "view", lambda *arguments: made.append(1) or view(*arguments))
     found, state, prepared = six_rounds(strategy, sampler, channel, devices)
@@ -170,6 +194,39 @@ def test_to_look_ahead_changes_nothing(strategy, sampler, devices, channel, monk
         assert all(prepared[i] == prepared[i + 1] for i in range(1, 11, 2))
         versions = sum(len(set(line["clients"]["staleness"])) for line in found)
         assert len(made) == versions + len(state.ahead.missing)
+
+
+def test_what_is_ahead_belongs_to_one_state(monkeypatch) -> None:
+    monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
+    f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40)
+    state, _ = play(f, state)
+    assert copy.deepcopy(state).ahead is None  # threads may be at work on it
+    sent, packages = [], round_module.packages
+    monkeypatch.setattr(round_module, "packages", lambda *a: sent.append(a[3].values()) or packages(*a))
+    f = replace(f, channel=Measured())
+    ahead = {id(body) for body in state.ahead.missing.values()}
+    for some, used in ((state, True), (replace(state, weights=state.weights + 1), False)):
+        play(f, some)
+        assert any(id(body) in ahead for body in sent[-1]) == used
+
+
+@pytest.mark.parametrize("trouble", ["idle", "no room"])
+def test_looking_ahead_is_left_where_it_does_not_help(trouble, monkeypatch) -> None:
+    """Where the GPU waits for the host already, or has no room: the round goes on without."""
+
+    def full(*arguments):
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
+    if trouble == "idle":
+        monkeypatch.setattr(round_module, "still_works", lambda device: lambda: False)
+    f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40, engine=Prepared())
+    if trouble == "no room":
+        publish = round_module.publish
+        answers = iter([full, publish])
+        monkeypatch.setattr(round_module, "publish", lambda *a: next(answers)(*a))
+    state, _ = play(f, state)
+    assert state.ahead is None and [round for round, _ in f.engine.prepared] == [1]
 
 
 class OnceOnline(Unreliable):

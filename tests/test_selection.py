@@ -6,12 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gluefl import selection
 from gluefl.errors import GlueFLError
 from gluefl.selection import (
     Sparse,
     _magnitude_bits,
     _top,
     _top_on_gpu,
+    add_all,
     count,
     counts,
     known_count,
@@ -163,11 +165,12 @@ def test_cpu_and_gpu_choose_the_same(rounded) -> None:
         assert torch.equal(positions_of(here), positions_of(there).cpu())
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("keep", [-1, 0, 5, 400, 5000])
-def test_who_chooses_knows_how_many(keep) -> None:
-    """Nobody asks the GPU, and what is known is right."""
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).cuda()
+def test_who_chooses_knows_how_many(keep, device, monkeypatch) -> None:
+    """Nobody asks a GPU, and what is known is right. (On a CPU nothing is remembered, unless for this test.)"""
+    monkeypatch.setattr(selection, "remember_count", remember_everywhere)
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(device)
     mask = top(values, [160], [1000], 1)
     unique = top(values, [keep], [1000], 2, among=outside(mask))
     both = Sparse.both(mask, unique, values)
@@ -177,6 +180,24 @@ def test_who_chooses_knows_how_many(keep) -> None:
     assert known_count(mask.clone()) is None and both.covered is mask
     mask[0] = ~mask[0]
     assert known_count(mask) is None
+
+
+def remember_everywhere(mask: torch.Tensor, count: int) -> None:
+    selection._counted[mask] = (mask._version, count)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_many_parts_are_added_as_one_by_one(device) -> None:
+    rng = np.random.default_rng(2)
+    vectors = [torch.from_numpy(rng.standard_normal(300).astype(np.float32)).to(device) for _ in range(11)]
+    for mixed in (False, True):  # a whole one among them is added by itself
+        parts = [Sparse.where(torch.from_numpy(rng.random(300) < 0.4).to(device), v) for v in vectors]
+        parts[5:6] = [Sparse.full(vectors[5])] if mixed else parts[5:6]
+        expected = torch.zeros(300, device=device)
+        for part in parts:
+            part.add_to(expected, 0.3)
+        assert torch.equal(add_all(torch.zeros(300, device=device), parts, [0.3] * 11), expected)
+    assert torch.equal(add_all(torch.ones(3, device=device), [], []), torch.ones(3, device=device))
 
 
 class Unlisted(Sparse):

@@ -15,7 +15,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gluefl import wire
+from gluefl import selection, wire
 from gluefl.cores import beside
 from gluefl.errors import GlueFLError, WireError
 from gluefl.selection import Sparse, count_true
@@ -413,6 +413,25 @@ def test_bodies_are_laid_out_on_a_gpu_as_one_by_one(how, size, density) -> None:
     assert_laid_out_alike(size, 2 * KINDS, 5, density, "cuda", how)
 
 
+@given(st.integers(2, 60), st.lists(st.sampled_from(KINDS), min_size=1, max_size=6), st.integers(0, 99))
+def test_what_is_counted_beforehand_is_laid_out_as_if_it_were_not(size, kinds, seed) -> None:
+    def remember(mask: torch.Tensor) -> None:
+        selection._counted[mask] = (mask._version, int(mask.sum()))
+
+    assert_laid_out_alike(size, kinds, seed, 0.3, "cpu", "counted", remember)
+
+
+def test_where_a_gpu_has_no_room_positions_are_made_when_they_are_asked_for(monkeypatch) -> None:
+    def full(*arguments):
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("gluefl.wire.encoding.lay_out_together", full)
+    shared = wire.Shared(torch.arange(90) % 5 == 0)
+    body = wire.Body(Sparse.where(torch.arange(90) % 3 == 0, torch.ones(90)), torch.zeros(2), shared, True)
+    hand_out([shared, body], lambda owners: _hand_out_apart(owners, None, Settled()))
+    assert body.positions == body.encoded_here() and shared.packed == wire.pack(shared.mask)
+
+
 def hand_out(owners, how) -> None:
     handed = Future()
     handed.set_result(how(owners))
@@ -472,7 +491,7 @@ def test_bitmap_and_gaps_are_compressed_beside_each_other(density, monkeypatch) 
     assert [task.result(timeout=60) for task in started] == expected
 
 
-def assert_laid_out_alike(size, kinds, seed, density, device, how="now") -> None:
+def assert_laid_out_alike(size, kinds, seed, density, device, how="now", remember=count_true) -> None:
     rng = np.random.default_rng(seed)
     known = torch.from_numpy(rng.random(size) < 0.4)
     vector = torch.from_numpy(rng.standard_normal(size).astype(np.float32))
@@ -487,16 +506,15 @@ def assert_laid_out_alike(size, kinds, seed, density, device, how="now") -> None
         return made
 
     one_by_one, together = bodies("cpu"), bodies(device)
-    if device == "cpu":
-        if together:
-            hand_out([together[0].shared, *together], _hand_out_from_gpu)
-    else:
-        if how == "under way and counted":
-            count_true(together[0].shared.mask)
-            for kind, body in zip(kinds, together):
-                count_true(body.update.mask())
-                body.update.covered = body.shared.mask if kind in ("with", "all") else None
+    if how.endswith("counted"):
+        remember(together[0].shared.mask)
+        for kind, body in zip(kinds, together):
+            remember(body.update.mask())
+            body.update.covered = body.shared.mask if kind in ("with", "all") else None
+    if device != "cpu":
         wire.encode_positions(together, under_way=how != "now")
+    elif together:
+        hand_out([together[0].shared, *together], _hand_out_from_gpu)
     for a, b in zip(one_by_one, together):
         assert a.positions == b.positions and a.shared.packed == b.shared.packed
         assert wire.measure(a) == wire.measure(b)

@@ -17,9 +17,9 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from gluefl.errors import GlueFLError
+from gluefl.federation import State
 from gluefl.ledger import Ledger
 from gluefl.residuals import Residuals
-from gluefl.round import State
 from gluefl.strategies import Space
 
 VERSION = 1

@@ -35,10 +35,14 @@ def works_by_itself(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-@cache
-def stream_beside(device: torch.device) -> "torch.cuda.Stream":
+def stream_beside(device: torch.device, purpose: str) -> "torch.cuda.Stream":
     """A stream of a GPU for what is done beside a round. It goes first: the cores wait for it."""
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return _stream(torch.cuda.current_device() if device.index is None else device.index, purpose)
+
+
+@cache
+def _stream(index: int, purpose: str) -> "torch.cuda.Stream":
+    return torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def started(device: torch.device) -> "torch.cuda.Event":
@@ -56,21 +60,21 @@ def still_works(device: torch.device) -> Callable[[], bool]:
     return lambda: not event.query()  # type: ignore[no-untyped-call]
 
 
-def wait_for(tensor: Tensor) -> None:
-    """Wait until a tensor is computed. To just copy it from a GPU would wait, too, but in the middle of the copy, and
-    then the driver keeps all other threads from starting anything."""
-    if tensor.is_cuda:
-        started(tensor.device).synchronize()
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given. To just copy the result would wait, too, but in the middle of the
+    copy, and then the driver keeps all other threads from starting anything."""
+    if device.type == "cuda":
+        started(device).synchronize()
 
 
 def moved_beside(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on a device, past what a GPU is busy with: a copy in its turn would wait for all of that."""
     if device.type != "cuda":
         return tensor.to(device)
-    beside = stream_beside(device)
-    with torch.cuda.stream(beside):
+    copies = stream_beside(device, "copies")
+    with torch.cuda.stream(copies):
         moved = tensor.to(device)
-    beside.synchronize()
+    copies.synchronize()
     moved.record_stream(torch.cuda.current_stream(device))  # so that nobody gets its memory while it is read there
     return moved
 
@@ -97,16 +101,16 @@ def _turns() -> ThreadPoolExecutor:
 def quiet_pool(count: int) -> ThreadPoolExecutor:
     """Threads with a core each, in which torch starts none of its own. Its number of threads is one of a thread's own,
     but a thread that is new takes the last one anybody set: so all start here, and then the caller's is set again."""
-    own, started = torch.get_num_threads(), Barrier(count + 1)
+    own, ready = torch.get_num_threads(), Barrier(count + 1)
 
     def start() -> None:
         torch.get_num_threads()  # takes the last number, so that it is not taken at the first use
         torch.set_num_threads(1)
-        started.wait(timeout=60)
+        ready.wait(timeout=60)
 
     pool = ThreadPoolExecutor(count, "gluefl", initializer=start)
     for _ in range(count):
         pool.submit(int)
-    started.wait(timeout=60)
+    ready.wait(timeout=60)
     torch.set_num_threads(own)
     return pool

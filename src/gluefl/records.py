@@ -3,17 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gluefl import wire
 from gluefl.channel import Parcel
+from gluefl.federation import Federation, State
 from gluefl.fleet import Trip
 from gluefl.sampling import Group
 from gluefl.selection import Sparse
 from gluefl.strategies import Upload
-
-if TYPE_CHECKING:
-    from gluefl.round import Federation, State
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Played:
         return max((self.trips[c] for c in self.up_bytes), key=lambda trip: trip.arrival_s, default=None)
 
 
-def record(f: "Federation", state: "State", played: Played) -> Record:
+def record(f: Federation, state: State, played: Played) -> Record:
     """Bytes, seconds and who took part."""
     parcels, trips, up_bytes, uploads = played.parcels, played.trips, played.up_bytes, played.uploads
     last = played.last
@@ -119,7 +117,7 @@ def _fate(client: int, trip: Trip, used: Mapping[int, int]) -> str:
     return "late" if trip.lost_s is None else "lost"
 
 
-def _notes(f: "Federation", state: "State", played: Played) -> list[str]:
+def _notes(f: Federation, state: State, played: Played) -> list[str]:
     notes, groups, used = [], played.groups, played.up_bytes
     if played.clock_s > state.clock_s:
         notes.append(f"waited {played.clock_s - state.clock_s:.0f} s until somebody was online")
@@ -136,7 +134,7 @@ def _notes(f: "Federation", state: "State", played: Played) -> list[str]:
     return notes
 
 
-def _authors(f: "Federation", played: Played) -> dict[str, int]:
+def _authors(f: Federation, played: Played) -> dict[str, int]:
     """The authors' estimate of the sizes, for comparison: shares of a model of M bytes, a bitmap of M/32.
 
     A download is min(ρM + b, M), ρ being the share that changed; an upload uM + min((u−m)M, b) with u the share

@@ -1,110 +1,28 @@
 """One round, top to bottom: Algorithm 3 of the paper, for every strategy, sampler and fleet alike."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gluefl import wire
-from gluefl.channel import Channel, Parcel
+from gluefl.channel import Parcel
 from gluefl.cores import still_works, wait_for, works_by_itself
 from gluefl.errors import GlueFLError
-from gluefl.fleet import Devices, Trip
-from gluefl.layout import Layout
-from gluefl.ledger import Ledger
+from gluefl.federation import Ahead, Federation, State
+from gluefl.fleet import Trip
 from gluefl.randomness import stream
 from gluefl.records import Played, Record, record
-from gluefl.residuals import Residuals
-from gluefl.sampling import Group, Pool, Sampler
+from gluefl.sampling import Group
 from gluefl.selection import Sparse
-from gluefl.server import Server
-from gluefl.strategies import Space, Strategy, Task, Upload
-from gluefl.training import Outcome
+from gluefl.strategies import Task, Upload
 
 DIVERGED = "The training diverged, or the model returns NaN: lower training.lr, or look at the model and its data."
 ENCODED_TOGETHER = 8  # uploads: fewer are more calls to a GPU, of more the cores have to wait for the last
 MOST_WAITS = 10_000  # how often a round asks again who is online before it gives up
-
-
-class Engine(Protocol):
-    """Trains the cohort of a round, wherever that happens."""
-
-    def prepare(self, clients: Iterable[int], round: int) -> None:
-        """Some of these clients will train, or are likely to: whatever can be done for that by now."""
-        ...
-
-    def train(
-        self, weights: Tensor, statistics: Tensor, clients: Sequence[int], round: int, frozen: Tensor | None
-    ) -> Iterator[Outcome]:
-        """One outcome per client, in any order."""
-        ...
-
-    def work(self, client: int) -> int:
-        """How many samples a client passes through its model in a round."""
-        ...
-
-
-@dataclass(frozen=True)
-class Federation:
-    """Everything that stays the same from round to round."""
-
-    seed: int
-    run: bytes  # eight bytes that every message of the run carries
-    layout: Layout
-    space: Space
-    pool: Pool
-    sampler: Sampler
-    strategy: Strategy
-    server: Server
-    devices: Devices
-    engine: Engine
-    channel: Channel
-    residuals: Residuals
-    deadline_s: float | None = None  # arrivals after it are not used
-    authors_arrivals: bool = False  # use a random choice of the sticky clients that were fast enough
-    stop_late_downloads: bool = False  # a late client is told to stop: charge what it had when the round ended
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """What a round will send, as far as the one before could tell: encoded while a GPU was busy."""
-
-    shared: wire.Shared
-    missing: Mapping[int | None, wire.Body]  # by the version a client holds
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything that a round changes. (Residuals change in place: they may be larger than the memory.)"""
-
-    round: int  # rounds done
-    clock_s: float
-    weights: Tensor
-    statistics: Tensor
-    ledger: Ledger
-    sampler: tuple[int, ...]
-    strategy: Any
-    velocity: Tensor | None = None
-    up_bytes: int | None = None  # what an upload took in the last round
-    ahead: Ahead | None = None  # nothing that could not be made again
-
-
-def start(federation: Federation, weights: Tensor, statistics: Tensor) -> State:
-    """The state before round 1."""
-    f = federation
-    return State(
-        round=0,
-        clock_s=0.0,
-        weights=weights.to(f.space.device),
-        statistics=statistics.to(f.space.device),
-        ledger=Ledger.init(f.space.size, f.space.device),
-        sampler=f.sampler.init(f.pool, stream(f.seed, "sampler")),
-        strategy=f.strategy.init(f.space),
-        velocity=f.server.init(f.space),
-    )
 
 
 def play(federation: Federation, state: State) -> tuple[State, Record]:
@@ -115,8 +33,9 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     clock_s, groups = invite(f, state, round)
 
     # Server: synchronise w^t with them and send the shared mask M^t.
-    shared = state.ahead.shared if state.ahead else wire.Shared(f.strategy.mask(state.strategy, round))
-    missing = encoded_updates(state, groups, shared)
+    ahead = state.ahead if state.ahead and state.ahead.fits(state) else None
+    shared = ahead.shared if ahead else wire.Shared(f.strategy.mask(state.strategy, round))
+    missing = encoded_updates(state, groups, shared, ahead.missing if ahead else {})
     f.engine.prepare([client for group in groups for client in group.clients], round)  # while they are encoded
     parcels = packages(f, state, groups, missing, round)
     expected = state.up_bytes or expected_upload(f, shared, round)
@@ -136,7 +55,7 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     ahead = look_ahead(f, state, aggregated, used, trips, clock_s)
 
     # Only now does anybody wait for a GPU; the encoding went on meanwhile.
-    uploads = asked(uploads, round)
+    uploads = asked(uploads, f.space.device, round)
     wire.wait_until_started(ahead.missing.values() if ahead else ())
     up_bytes = {client: wire.measure(body) for client, body in sent.items()}
 
@@ -175,19 +94,22 @@ def invite(f: Federation, state: State, round: int) -> tuple[float, tuple[Group,
 
 
 def encoded_updates(
-    state: State, groups: Sequence[Group], shared: wire.Shared, under_way: bool = False
+    state: State,
+    groups: Sequence[Group],
+    shared: wire.Shared,
+    known: Mapping[int | None, wire.Body],
+    under_way: bool = False,
 ) -> dict[int | None, wire.Body]:
     """What a client lacks that holds a version, for each that somebody holds; their encoding is started."""
-    bodies = dict(state.ahead.missing) if state.ahead else {}
     bases = {state.ledger.base(client) for group in groups for client in group.clients}
     new = {
         base: wire.Body(
             Sparse.view(state.ledger.missing(base), state.weights), state.statistics, shared, sends_mask=True
         )
-        for base in bases - bodies.keys()
+        for base in bases - known.keys()
     }
     wire.encode_positions([*new.values()], under_way)
-    return bodies | new
+    return {**known, **new}
 
 
 def packages(
@@ -290,11 +212,11 @@ def collect(
     return uploads, sent
 
 
-def asked(uploads: Sequence[Upload], round: int) -> list[Upload]:
+def asked(uploads: Sequence[Upload], device: torch.device, round: int) -> list[Upload]:
     """The uploads with losses that are numbers: what is still on a device is asked for all at once."""
     tensors = {upload.client: upload.loss for upload in uploads if isinstance(upload.loss, Tensor)}
     losses = torch.stack([*tensors.values()]) if tensors else torch.empty(0)
-    wait_for(losses)
+    wait_for(device)
     answers = dict(zip(tensors, losses.tolist()))
     for client, loss in answers.items():
         check_loss(loss, client, round)
@@ -347,17 +269,17 @@ def look_ahead(
     there = [client for group in used for client in group]
     ends_s = clock_s + max((trips[client].arrival_s for client in there), default=0.0)
     holders = [client for client, trip in trips.items() if trip.downloaded]
-    guess = publish(f, state, round, ends_s, aggregated, holders, dict.fromkeys(there, 0), ())
     try:
+        guess = publish(f, state, round, ends_s, aggregated, holders, dict.fromkeys(there, 0), ())
         _, groups = invite(f, guess, round + 1)
-    except GlueFLError:
-        return None  # nobody is online, as far as can be told
-    if not is_busy():
-        return None  # a small model: it waits for us, not we for it
-    shared = wire.Shared(f.strategy.mask(guess.strategy, round + 1))
-    missing = encoded_updates(guess, groups, shared, under_way=True)
+        if not is_busy():
+            return None  # a small model: it waits for us, not we for it
+        shared = wire.Shared(f.strategy.mask(guess.strategy, round + 1))
+        missing = encoded_updates(guess, groups, shared, {}, under_way=True)
+    except (GlueFLError, torch.cuda.OutOfMemoryError):
+        return None  # nobody will be online, as far as can be told, or there is no room beside the uploads
     f.engine.prepare([client for group in groups for client in group.clients], round + 1)
-    return Ahead(shared, missing)
+    return Ahead(guess.weights, guess.strategy, shared, missing)
 
 
 def publish(

@@ -22,13 +22,14 @@ from gluefl.channel import Encoded, Measured
 from gluefl.engines.local import LocalEngine
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.evaluation import Evaluator, Metric, top_1
+from gluefl.federation import Federation, State, start
 from gluefl.fleet import Devices, Instant
 from gluefl.journal import Journal, Line, reached_round, summarise
 from gluefl.layout import Layout
 from gluefl.populations import Population
 from gluefl.populations.shelf import Shelf
 from gluefl.residuals import Residuals, room_on
-from gluefl.round import Federation, State, play, start
+from gluefl.round import play
 from gluefl.sampling import Pool, Sampler, Uniform
 from gluefl.server import Server
 from gluefl.strategies import Space, Strategy

@@ -168,7 +168,7 @@ class Sparse:
 
 def add_all(vector: Tensor, parts: Sequence[Sparse], weights: Sequence[float]) -> Tensor:
     """Add weighted parts to a vector, in place and one after the other, and return it; on a GPU many in one pass."""
-    if all(part._served(vector) for part in parts):
+    if parts and all(part._served(vector) for part in parts):
         from gluefl.kernels.add import add
 
         return add(vector, [part._vector for part in parts], [part.mask() for part in parts], weights)

@@ -25,8 +25,8 @@ from gluefl import wire
 from gluefl.bench.cohort import pin
 from gluefl.bench.fleet import authors
 from gluefl.bench.round import setting
+from gluefl.federation import Federation, State
 from gluefl.fleet import Devices, Instant
-from gluefl.round import Federation, State
 
 WARM_UP = 12  # rounds; the first ones compile, and only later ones have stale clients and a mask to regenerate
 KERNELS = 12  # shown
@@ -39,6 +39,7 @@ STEPS = {
     "first_arrivals": "arrivals",
     "collect": "uploads",
     "aggregate": "aggregation",
+    "look_ahead": "looking ahead",
     "asked": "losses",
     "record": "record",
     "publish": "publishing",

@@ -13,12 +13,13 @@ from gluefl.bench.cohort import alternate, pin, spread
 from gluefl.bench.workloads import CLIENTS, COHORT, SGD, Noisy, model
 from gluefl.channel import Measured
 from gluefl.engines.local import LocalEngine
+from gluefl.federation import Federation, State, start
 from gluefl.fleet import Devices, Instant
 from gluefl.journal import Journal
 from gluefl.layout import Layout
 from gluefl.populations import Population
 from gluefl.residuals import Residuals, room_on
-from gluefl.round import Federation, State, play, start
+from gluefl.round import play
 from gluefl.sampling import Pool, Sticky
 from gluefl.server import Server
 from gluefl.strategies import Space

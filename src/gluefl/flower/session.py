@@ -13,6 +13,7 @@ from torch import Tensor
 from gluefl import checkpoint, wire
 from gluefl.channel import Parcel
 from gluefl.errors import GlueFLError, UsageError
+from gluefl.federation import Federation, State, start
 from gluefl.flower import content
 from gluefl.flower.arrays import Table
 from gluefl.flower.bodies import Bodies, Elsewhere
@@ -23,7 +24,7 @@ from gluefl.journal import Journal, Line
 from gluefl.records import Played, record
 from gluefl.replica import Replica
 from gluefl.residuals import Residuals
-from gluefl.round import Federation, State, aggregate, check_finite, encoded_updates, packages, publish, start
+from gluefl.round import aggregate, check_finite, encoded_updates, packages, publish
 from gluefl.sampling import Group, Pool, Sampler
 from gluefl.server import Server
 from gluefl.strategies import Space, Strategy, Upload
@@ -71,7 +72,7 @@ class Session:
     def pack(self, groups: Sequence[Group], shared: wire.Shared, round: int) -> dict[int, tuple[Parcel, Any]]:
         """For every invited client: its parcel, charged with all that is sent, and the records of its message."""
         packed, channel = {}, self.channel
-        missing = encoded_updates(self.state, groups, shared)
+        missing = encoded_updates(self.state, groups, shared, {})
         for client, parcel in packages(self.federation, self.state, groups, missing, round).items():
             key = (parcel.header.version, parcel.header.base, shared.packed.count)
             assert parcel.data is not None

@@ -12,15 +12,41 @@ SHORT = 1024  # what one vector is best gone through in
 TOGETHER = 8  # parts that one pass adds
 
 
-# Rows of a matrix are aligned or not, and a kernel for every pattern of eight would be compiled.
-@triton.jit(do_not_specialize=["vectors", "masks", "weights", "size"])
-def _add_kernel(total, vectors, masks, weights, size, BLOCK: tl.constexpr):
+@triton.jit
+def _added(found, vector, mask, weight, at, size):
+    held = tl.load(mask + at, mask=at < size, other=0) != 0
+    product = tl.load(vector + at, mask=at < size) * weight
+    return tl.where(held, found + product, found)
+
+
+# Rows of a matrix are aligned or not, and a kernel for every pattern of eight would be compiled: it is told of none.
+PARTS = [f"{name}{i}" for i in range(TOGETHER) for name in ("vector", "mask", "weight")]
+
+
+@triton.jit(do_not_specialize=[*PARTS, "size"])
+def _add_kernel(
+    total, vector0, mask0, weight0, vector1, mask1, weight1,
+    vector2, mask2, weight2, vector3, mask3, weight3,
+    vector4, mask4, weight4, vector5, mask5, weight5,
+    vector6, mask6, weight6, vector7, mask7, weight7,
+    size, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.load(total + at, mask=at < size)
-    for i in tl.static_range(len(vectors)):
-        held = tl.load(masks[i] + at, mask=at < size, other=0) != 0
-        product = tl.load(vectors[i] + at, mask=at < size) * weights[i]
-        found = tl.where(held, found + product, found)
+    found = _added(tl.load(total + at, mask=at < size), vector0, mask0, weight0, at, size)
+    if COUNT > 1:
+        found = _added(found, vector1, mask1, weight1, at, size)
+    if COUNT > 2:
+        found = _added(found, vector2, mask2, weight2, at, size)
+    if COUNT > 3:
+        found = _added(found, vector3, mask3, weight3, at, size)
+    if COUNT > 4:
+        found = _added(found, vector4, mask4, weight4, at, size)
+    if COUNT > 5:
+        found = _added(found, vector5, mask5, weight5, at, size)
+    if COUNT > 6:
+        found = _added(found, vector6, mask6, weight6, at, size)
+    if COUNT > 7:
+        found = _added(found, vector7, mask7, weight7, at, size)
     tl.store(total + at, found, mask=at < size)
 
 
@@ -36,11 +62,15 @@ def add(total: Tensor, vectors: Sequence[Tensor], masks: Sequence[Tensor], weigh
     """Add weighted vectors to a total, in place, where their masks hold; the same bits as a product, then a sum, one
     after the other."""
     size = total.numel()
-    for some in (slice(at, at + TOGETHER) for at in range(0, len(vectors), TOGETHER)):
+    parts = [
+        (vector.contiguous(), mask.contiguous().view(torch.uint8), float(weight))
+        for vector, mask, weight in zip(vectors, masks, weights)
+    ]
+    for some in (parts[at : at + TOGETHER] for at in range(0, len(parts), TOGETHER)):
+        padded = some + some[:1] * (TOGETHER - len(some))  # what is not counted is not looked at
         _add_kernel[(triton.cdiv(size, BLOCK),)](
-            total, tuple(vector.contiguous() for vector in vectors[some]),
-            tuple(mask.contiguous().view(torch.uint8) for mask in masks[some]),
-            tuple(float(weight) for weight in weights[some]), size, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+            total, *(one for part in padded for one in part), size, COUNT=len(some), BLOCK=BLOCK, num_warps=8,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return total
 

@@ -228,7 +228,7 @@ def largest(
     mask = torch.empty(size, dtype=torch.bool, device=values.device)
     if keep <= 0 or not size:
         return mask.zero_()
-    values, room = values.contiguous(), size // LISTED
+    values, room = values.contiguous(), size // LISTED if size >= long else 0
     counts = torch.zeros(2 * LEVELS * DIGITS + FOUND.value, dtype=torch.int32, device=values.device)
     digits, turns, found = counts.split([LEVELS * DIGITS, LEVELS * DIGITS, FOUND.value])
     near, ties = torch.empty(2 * room + size, dtype=torch.int32, device=values.device).split([2 * room, size])

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gluefl import kernels
 from gluefl.cores import available, beside, in_turn, started, stream_beside, wait_for
 from gluefl.selection import count_true, known_count, remember_count
 from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, Body, Encoded, Handed, HasPositions
@@ -41,9 +42,9 @@ def wait_until_started(bodies: Iterable[Body]) -> None:
 
 
 def _hand_out(owners: Sequence[HasPositions]) -> Handed:
-    for owner in owners:
-        if isinstance(owner, Body) and count_true(owner.shared.mask):
-            _ = owner.shared.outside, owner.shared.numbers  # before several threads ask for them at once
+    shared = next((owner.shared for owner in owners if isinstance(owner, Body)), None)
+    if shared is not None and count_true(shared.mask):
+        _ = shared.outside, shared.numbers  # before several threads ask for them at once
     return _on_all_cores(owners, [owner.encoded_here for owner in owners])
 
 
@@ -53,8 +54,8 @@ def _hand_out_later(owners: Sequence[HasPositions]) -> "Future[Handed]":
     for owner in owners:
         if not owner.is_whole:
             _ = owner.present  # made here, where it belongs: two streams may ask for it
-    stream, under_way = stream_beside(device), started(device)
-    if any(_known_counts(owner) is None for owner in owners):
+    stream, under_way = stream_beside(device, "encoding"), started(device)
+    if not kernels.serve(owners[0].shared_mask) or any(_known_counts(owner) is None for owner in owners):
         return in_turn(_hand_out_apart, owners, stream, under_way)
     try:
         with torch.cuda.stream(stream):
@@ -83,7 +84,7 @@ def _hand_out_from_gpu(owners: Sequence[HasPositions]) -> Handed:
     handed: Handed = {}
     for chunk in _chunks(owners):
         laid_out = lay_out_together(chunk)
-        wait_for(chunk[0].shared_mask)
+        wait_for(chunk[0].shared_mask.device)
         handed |= _on_all_cores(chunk, [partial(_squeeze, *one) for one in laid_out()])
     return handed
 

@@ -163,7 +163,7 @@ def _to_bitmap(mask: Tensor) -> bytes:
     # Least significant bit first. On a GPU the bits are packed there: an eighth of the bytes crosses the bus.
     if mask.is_cuda:
         bitmaps = _bitmaps(mask.unsqueeze(0), None)
-        wait_for(mask)
+        wait_for(mask.device)
         return bitmaps.numpy().tobytes()
     return np.packbits(mask.numpy(), bitorder="little").tobytes()
 
@@ -199,7 +199,7 @@ def _gaps(mask: Tensor, count: int) -> bytes | memoryview:
     """LEB128 varints of position − previous position − 1, the one before the first being −1."""
     if mask.is_cuda:
         rows = _gaps_of_rows(mask.unsqueeze(0), None, True, [count])
-        wait_for(mask)
+        wait_for(mask.device)
         return rows()[0]
     return _varints(positions_of(mask).numpy())
 
