@@ -48,7 +48,8 @@ class Group:
 
 
 class Sampler(Protocol):
-    """Chooses the clients of a round. The state is a tuple of integers that a checkpoint can hold."""
+    """Chooses the clients of a round. The state is a tuple of integers that a checkpoint can hold. What is asked may be
+    asked again (a round on a GPU looks ahead): answers depend on the arguments alone."""
 
     @property
     def cohort(self) -> int:

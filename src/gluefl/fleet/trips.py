@@ -29,7 +29,7 @@ class Trip:
 
 
 class Devices(Protocol):
-    """What a round needs to know of the devices: `Instant` and `Fleet` answer it."""
+    """What a round needs to know of the devices: `Instant` and `Fleet` answer it, from the arguments alone."""
 
     @property
     def timed(self) -> bool:
