@@ -170,6 +170,7 @@ def test_cpu_and_gpu_choose_the_same(rounded) -> None:
 def test_who_chooses_knows_how_many(keep, device, monkeypatch) -> None:
     """Nobody asks a GPU, and what is known is right. (On a CPU nothing is remembered, unless for this test.)"""
     monkeypatch.setattr(selection, "remember_count", remember_everywhere)
+    monkeypatch.setattr(Sparse, "where", Sparse.view)  # as there, whatever the device
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(device)
     mask = top(values, [160], [1000], 1)
     unique = top(values, [keep], [1000], 2, among=outside(mask))

@@ -194,7 +194,7 @@ class Checkpoint(Table):
 class Residuals(Table):
     """`[residuals]`: where the clients' error-compensation memories lie."""
 
-    memory_gb: Positive = 0.4
+    memory_gb: Positive = 0.3
     device_gb: Positive | None = None  # of a GPU's memory; a third of what is free at the start if none is given
     half: bool = False
 

@@ -36,7 +36,7 @@ class Residuals:
         self,
         size: int,
         folder: Path | None = None,
-        memory_bytes: int = 4 * 10**8,
+        memory_bytes: int = 3 * 10**8,
         half: bool = False,
         device_bytes: int = 0,
     ):

@@ -58,7 +58,7 @@ class Options:
     encode: bool = False  # encode, decode and check every message
     checkpoint_every: int = 10
     checkpoint_at_end: bool = True  # so that a run that is done can be given more rounds
-    residual_memory_bytes: int = 4 * 10**8
+    residual_memory_bytes: int = 3 * 10**8
     residual_device_bytes: int | None = None  # on a GPU: a third of what is free
     residual_half: bool = False  # this one does: half precision rounds what clients remember
 

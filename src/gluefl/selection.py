@@ -50,6 +50,8 @@ class Sparse:
             remember_count(either, counts[0] + counts[1])
         sparse = cls.where(either, vector)
         sparse.covered = mask
+        if sparse.listed:
+            sparse._mask = None  # a round holds many, and who goes over lists needs none
         return sparse
 
     @classmethod

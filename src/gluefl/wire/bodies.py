@@ -103,11 +103,12 @@ class Body:
         update, shared, known = self.update, self.shared, count_true(self.shared.mask)
         if update.count == update.size:
             return ABSOLUTE, squeeze(LaidOut(update.size, update.size))
-        if known and update.listed and not shared.mask.is_cuda:  # to go over the list is faster than over the mask
+        if update.listed and not shared.mask.is_cuda:  # to go over the list is faster than over a mask, and needs none
             positions = update.positions.numpy()
-            unique = positions[np.flatnonzero(~shared.mask.numpy()[positions])]
-            if positions.size - unique.size == known:
+            unique = positions[np.flatnonzero(~shared.mask.numpy()[positions])] if known else positions
+            if known and positions.size - unique.size == known:
                 return BESIDE_MASK, squeeze(lay_out_list(shared.numbers[unique], update.size - known))
+            return ABSOLUTE, squeeze(lay_out_list(positions, update.size))
         mask = update.mask()
         inside = count_true(mask & shared.mask) if known else 0
         if known and inside == known:
