@@ -279,7 +279,7 @@ _of_this_thread = threading.local()
 
 
 def _compress(data: bytes | memoryview) -> bytes:
-    # Every thread keeps a compressor: a new one asks for memory, and on virtual machines that takes as long again.
+    # Every thread keeps a compressor: a new one asks for memory every time.
     if not hasattr(_of_this_thread, "compressor"):
         _of_this_thread.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
     return bytes(_of_this_thread.compressor.compress(data))
