@@ -17,7 +17,7 @@ def test_a_client_misses_what_changed_since_its_version(rounds) -> None:
     for synchronised, changed in rounds:
         ledger = ledger.synchronised(synchronised)
         held |= dict.fromkeys(synchronised, len(history))
-        ledger = ledger.publish(Sparse(changed, torch.ones(len(changed)), SIZE))
+        ledger = ledger.publish(ledger.changed_by(Sparse(changed, torch.ones(len(changed)), SIZE)))
         history.append(set(changed.tolist()))
         assert ledger.version == len(history)
         for client in range(5):
@@ -36,7 +36,8 @@ def test_a_client_of_the_first_version_is_not_one_of_none() -> None:
 
 def test_a_ledger_is_never_changed_in_place() -> None:
     ledger = Ledger.init(SIZE).synchronised([1])
-    ledger.publish(Sparse(torch.tensor([2]), torch.ones(1), SIZE)).synchronised([1, 2]).answered([1], [2])
+    changed_at = ledger.changed_by(Sparse(torch.tensor([2]), torch.ones(1), SIZE))
+    ledger.publish(changed_at).synchronised([1, 2]).answered([1], [2])
     assert ledger.version == 0 and dict(ledger.held) == {1: 0} and not ledger.unused and not ledger.changed_at.any()
 
 

@@ -217,7 +217,7 @@ def test_the_expected_share_against_simulated_masks() -> None:
         delta = torch.from_numpy(scale * rng.standard_normal(d).astype(np.float32))
         sent, _ = strategy.compress(delta, Task(t, strategy.mask(state, t), 1.0, space), None)
         state, update = strategy.aggregate(state, [Upload(0, 1.0, sent, torch.zeros(0), 0.0)], t)
-        ledger = ledger.synchronised(invited).publish(update)
+        ledger = ledger.synchronised(invited).publish(ledger.changed_by(update))
         members = sampler.settle(members, invited, rng)
     expected = download_share(staleness(sampler, clients, rounds), missing_share(q, q_shared, every, rounds))
     assert np.mean(shares) == pytest.approx(expected, abs=0.05)

@@ -5,7 +5,7 @@ import gc
 import math
 import time
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ from gluefl.channel import Encoded, Measured
 from gluefl.cores import in_turn
 from gluefl.errors import GlueFLError
 from gluefl.federation import State
-from gluefl.fleet import Instant
-from gluefl.round import asked, play
+from gluefl.fleet import Instant, Trip
+from gluefl.randomness import stream
+from gluefl.residuals import Residuals
+from gluefl.round import answered, ask, play
 from gluefl.selection import Sparse
 from gluefl.strategies import Upload
 from gluefl.training import Outcome
@@ -31,10 +33,15 @@ def test_losses_on_a_device_and_here_keep_their_clients() -> None:
     def uploads(losses: dict) -> list[Upload]:
         return [Upload(client, 1.0, Sparse.empty(3), torch.zeros(0), loss) for client, loss in losses.items()]
 
-    found = asked(uploads({1: torch.tensor(1.0), 2: 2.0, 3: torch.tensor(3.0)}), CPU, 7)
-    assert {upload.client: upload.loss for upload in found} == {1: 1.0, 2: 2.0, 3: 3.0} and asked([], CPU, 7) == []
+    def told(losses: dict, finite: bool = True) -> dict[int, float]:
+        some = uploads(losses)
+        return {upload.client: upload.loss for upload in answered(some, ask(some, torch.tensor(finite))(), 7)}
+
+    assert told({1: torch.tensor(1.0), 2: 2.0, 3: torch.tensor(3.0)}) == {1: 1.0, 2: 2.0, 3: 3.0} and not told({})
     with pytest.raises(GlueFLError, match="round 7: the loss of client 5 is nan"):
-        asked(uploads({4: 1.0, 5: torch.tensor(math.nan)}), CPU, 7)
+        told({4: 1.0, 5: torch.tensor(math.nan)}, finite=False)
+    with pytest.raises(GlueFLError, match="round 7: the update is not finite"):
+        told({4: 1.0, 5: torch.tensor(2.0)}, finite=False)
 
 
 class Diverging(Engine):
@@ -124,23 +131,28 @@ def test_how_many_uploads_are_encoded_together_changes_nothing(together, cores, 
 
 def test_nobody_asks_for_a_loss_before_everything_is_started(monkeypatch) -> None:
     order = []
-    for name in ("aggregate", "asked"):
+    for name in ("aggregate", "answered"):
         function = getattr(round_module, name)
         monkeypatch.setattr(
             round_module, name, lambda *a, name=name, function=function: order.append(name) or function(*a)
         )
     play(*federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40))
-    assert order == ["aggregate", "asked"]
+    assert order == ["aggregate", "answered"]
 
 
-class Prepared(Engine):
-    """Remembers whom it was to prepare for."""
+class Noted(Engine):
+    """Remembers whom it was to prepare for, and whom it began to train."""
 
     def __init__(self) -> None:
         self.prepared: list[tuple[int, set[int]]] = []
+        self.trained: list[tuple[int, tuple[int, ...]]] = []
 
     def prepare(self, clients, round):
         self.prepared.append((round, set(clients)))
+
+    def train(self, weights, statistics, clients, round, frozen):
+        self.trained.append((round, clients))
+        yield from super().train(weights, statistics, clients, round, frozen)
 
 
 def encode_later(bodies, under_way=False) -> None:
@@ -159,18 +171,30 @@ def encode_later(bodies, under_way=False) -> None:
         encoding.encode_positions(bodies)
 
 
-def six_rounds(strategy, sampler, channel, devices) -> tuple[list[dict], State, list]:
-    engine = Prepared()
+@dataclass(frozen=True)
+class Sized(Unreliable):
+    """Who arrives first depends on what it is sent."""
+
+    def trip(self, client, clock_s, down_bytes, up_bytes, samples):
+        return Trip(down_bytes * (1 + client % 5) / 100, 1.0, up_bytes / 100, self.lose(client, int(clock_s)))
+
+
+def six_rounds(strategy, sampler, channel, devices) -> tuple[list[dict], State, Noted]:
+    engine = Noted()
     f, state = federation(strategy, sampler, 90, engine=engine, devices=devices)
     f, lines = replace(f, channel=channel()), []
     for _ in range(6):
         state, record = play(f, state)
         lines.append(record.line)
-    return lines, state, engine.prepared
+    return lines, state, engine
+
+
+def loses(client: int, second: int) -> float | None:
+    return 1.5 if client % 5 == 0 else None
 
 
 @pytest.mark.parametrize("channel", [Measured, lambda: Encoded(LAYOUT, RUN)])
-@pytest.mark.parametrize("devices", [Instant(), Unreliable(lambda client, second: 1.5 if client % 5 == 0 else None)])
+@pytest.mark.parametrize("devices", [Instant(), Unreliable(loses), Sized(loses)])
 @pytest.mark.parametrize(
     "strategy, sampler",
     [
@@ -181,19 +205,47 @@ def six_rounds(strategy, sampler, channel, devices) -> tuple[list[dict], State, 
     ],
 )
 def test_to_look_ahead_changes_nothing(strategy, sampler, devices, channel, monkeypatch) -> None:
-    lines, plain, prepared = six_rounds(strategy, sampler, channel, devices)
-    assert plain.ahead is None and [round for round, _ in prepared] == [1, 2, 3, 4, 5, 6]
+    lines, plain, engine = six_rounds(strategy, sampler, channel, devices)
+    for done in (engine.prepared, engine.trained):
+        assert plain.ahead is None and [round for round, _ in done] == [1, 2, 3, 4, 5, 6]
     monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
     monkeypatch.setattr(wire, "encode_positions", encode_later)
     made, view = [], Sparse.view
     monkeypatch.setattr(Sparse, "view", lambda *arguments: made.append(1) or view(*arguments))
-    found, state, prepared = six_rounds(strategy, sampler, channel, devices)
+    found, state, engine = six_rounds(strategy, sampler, channel, devices)
     assert found == lines and torch.equal(state.weights, plain.weights)
-    assert [round for round, _ in prepared] == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7]
+    assert [round for round, _ in engine.prepared] == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7]
     if isinstance(devices, Instant):  # nothing is unexpected: nobody is prepared in vain, and nothing is made twice
-        assert all(prepared[i] == prepared[i + 1] for i in range(1, 11, 2))
+        assert all(engine.prepared[i] == engine.prepared[i + 1] for i in range(1, 11, 2))
+        assert [round for round, _ in engine.trained] == [1, 2, 3, 4, 5, 6, 7]
         versions = sum(len(set(line["clients"]["staleness"])) for line in found)
         assert len(made) == versions + len(state.ahead.missing)
+
+
+def test_who_was_not_expected_is_trained_when_the_time_has_come(monkeypatch) -> None:
+    """Messages are foreseen to be as long as they are not, so that others arrive first."""
+    setting = GlueFL(0.3, 0.2, regenerate_every=3), Sticky(17, 40, 12, over_commitment=1.3), Measured, Sized(loses)
+    lines, plain, _ = six_rounds(*setting)
+    monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
+    right, _, engine = six_rounds(*setting)
+    sizes = stream(1, "sizes")
+    monkeypatch.setattr(wire, "foresee", lambda body: int(sizes.integers(10, 10**5)))
+    found, state, misled = six_rounds(*setting)
+    assert lines == right == found and torch.equal(state.weights, plain.weights)
+    assert len(engine.trained) < len(misled.trained) <= 12
+
+
+def test_a_state_can_be_played_twice(monkeypatch) -> None:
+    """Who goes on with a training that was begun takes it; the next one trains anew."""
+    monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
+    f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40, engine=Noted())
+    state, _ = play(f, state)
+    assert [round for round, _ in f.engine.trained] == [1, 2]
+    f = replace(f, channel=Measured())
+    residuals = [replace(f, residuals=Residuals(LAYOUT.size)) for _ in range(2)]
+    one, two = (play(g, state) for g in residuals)
+    assert one[1].line == two[1].line and torch.equal(one[0].weights, two[0].weights)
+    assert [round for round, _ in f.engine.trained] == [1, 2, 3, 2, 3]
 
 
 def test_what_is_ahead_belongs_to_one_state(monkeypatch) -> None:
@@ -210,23 +262,26 @@ def test_what_is_ahead_belongs_to_one_state(monkeypatch) -> None:
         assert any(id(body) in ahead for body in sent[-1]) == used
 
 
-@pytest.mark.parametrize("trouble", ["idle", "no room"])
-def test_looking_ahead_is_left_where_it_does_not_help(trouble, monkeypatch) -> None:
-    """Where the GPU waits for the host already, or has no room: the round goes on without."""
+@pytest.mark.parametrize("step", ["publish", "invite", "updates", "first_arrivals", "train"])
+def test_what_goes_wrong_ahead_is_left_to_the_next_round(step, monkeypatch) -> None:
+    monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
+    f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40)
+    plain, look_ahead = getattr(round_module, step), round_module.look_ahead
 
     def full(*arguments):
         raise torch.cuda.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
-    if trouble == "idle":
-        monkeypatch.setattr(round_module, "still_works", lambda device: lambda: False)
-    f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40, engine=Prepared())
-    if trouble == "no room":
-        publish = round_module.publish
-        answers = iter([full, publish])
-        monkeypatch.setattr(round_module, "publish", lambda *a: next(answers)(*a))
-    state, _ = play(f, state)
-    assert state.ahead is None and [round for round, _ in f.engine.prepared] == [1]
+    def in_trouble(*arguments):
+        monkeypatch.setattr(round_module, step, full)
+        try:
+            return look_ahead(*arguments)
+        finally:
+            monkeypatch.setattr(round_module, step, plain)
+
+    monkeypatch.setattr(round_module, "look_ahead", in_trouble)
+    for round in (1, 2):
+        state, record = play(f, state)
+        assert state.ahead is None and record.line["used"] == 6 and state.round == round
 
 
 class OnceOnline(Unreliable):

@@ -20,6 +20,7 @@ from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform, residuals
 from gluefl import run as run_module
 from gluefl.engines.local import LocalEngine
 from gluefl.errors import DataError, GlueFLError, UsageError
+from gluefl.fleet import Fleet
 from gluefl.journal import mean_accuracy, reached_round, read
 from gluefl.layout import Layout
 from gluefl.randomness import stream
@@ -393,6 +394,22 @@ def test_every_message_is_encoded_and_decoded_on_a_gpu_too() -> None:
     setting = {"trainer": "loop", "device": "cuda"}
     measured, encoded = (small_run(options=options(encode=encode, **setting)) for encode in (False, True))
     assert timeless(measured.journal) == timeless(encoded.journal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trainer", ["stacked", "loop"])
+@every_strategy
+def test_to_look_ahead_on_a_gpu_changes_nothing(name, trainer, tmp_path, monkeypatch) -> None:
+    """Rounds overlap there, evaluations and checkpoints go past the training that was begun."""
+    fleet = Fleet("edge", "diurnal", seed=3, down_factor=1e-4, up_factor=1e-4)
+    on_gpu = replace(STRATEGIES[name].get("options", options()), trainer=trainer, device="cuda")
+    setting = {**STRATEGIES[name], "devices": fleet, "options": on_gpu}
+    ahead = small_run(out=tmp_path / "ahead", **setting)
+    monkeypatch.setattr("gluefl.round.works_by_itself", lambda device: False)
+    plain = small_run(out=tmp_path / "plain", **setting)
+    assert timeless(ahead.journal) == timeless(plain.journal)
+    one, two = (load_file(next((tmp_path / f / "checkpoint").glob("*.safetensors"))) for f in ("ahead", "plain"))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
 class Broken(nn.Module):

@@ -354,6 +354,23 @@ def test_layers_for_many_clients_are_used_and_captured(name):
     assert all(torch.equal(a.delta, b.delta) for a, b in zip(first, second)), "two rounds alike, two results"
 
 
+@pytest.mark.parametrize("trainer_of", [Stacked, Loop])
+def test_a_training_that_was_begun_goes_on_after_somebody_evaluated(trainer_of):
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 12), torch.nn.BatchNorm1d(12)).double()
+    layout = Layout.of(module, torch.float64)
+    arguments = (*layout.flatten(module), jobs(PLAIN, 28, torch.float64, CPU, uneven=False), PLAIN, 0.01, None)
+    expected = list(trainer_of(module, layout, lambda x: x, cross_entropy).train(*arguments))
+    trainer = trainer_of(module, layout, lambda x: x, cross_entropy)
+    if trainer_of is Stacked:
+        trainer.most = 1
+    training = trainer.train(*arguments)
+    found = [next(training)]
+    layout.fill(module.eval(), *(torch.zeros_like(vector) for vector in layout.flatten(module)))
+    for a, b in zip(expected, found + list(training), strict=True):
+        torch.testing.assert_close(a.delta, b.delta, rtol=1e-9, atol=1e-15)
+        torch.testing.assert_close(a.statistics, b.statistics, rtol=1e-9, atol=1e-15)
+
+
 class Odd(torch.nn.Module):
     """Looks at its whole batch, which is not the batch of one client when all are stacked."""
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gluefl import selection, wire
-from gluefl.cores import beside
+from gluefl.cores import beside, overtaking, started
 from gluefl.errors import GlueFLError, WireError
 from gluefl.selection import Sparse, count_true
 from gluefl.wire import positions
@@ -439,6 +439,32 @@ def hand_out(owners, how) -> None:
         vars(owner)["handed"] = handed
 
 
+@given(st.integers(5_000, 30_000), st.floats(0, 1), st.floats(0, 1), st.booleans(), st.integers(0, 99))
+@settings(max_examples=60)
+def test_how_long_a_message_will_be_is_foreseen_within_two_percent(size, density, shared, sends_mask, seed) -> None:
+    known = mask_of(size, shared * density, seed)
+    update = Sparse.where(known | mask_of(size, density, seed + 100), torch.zeros(size))
+    body = wire.Body(update, torch.zeros(3), wire.Shared(known), sends_mask)
+    assert wire.foresee(body) == pytest.approx(wire.measure(body), rel=0.02, abs=100)
+
+
+@pytest.mark.gpu
+def test_positions_are_counted_at_once_and_then_known() -> None:
+    shared = wire.Shared((torch.arange(5000) % 5 == 0).cuda())
+    masks = [shared.mask | mask_of(5000, density, 3).cuda() for density in (0.0, 0.3, 1.0)]
+    bodies = [wire.Body(Sparse.view(mask, torch.zeros(5000).cuda()), torch.zeros(2), shared, True) for mask in masks]
+    counts = [int(mask.sum()) for mask in masks]
+    wire.count_positions(bodies)
+    torch.cuda._sleep(10**9)  # whoever asks now would wait for half a second
+    busy = started(shared.mask.device)
+    assert [body.update.count for body in bodies] == counts and counts[0] == 1000 and counts[2] == 5000
+    with overtaking(shared.mask.device, "encoding"):
+        wire.encode_positions(bodies)
+    found = [body.positions for body in bodies]
+    assert not busy.query()
+    assert found == [wire.Body(body.update, body.statistics, shared, True).encoded_here() for body in bodies]
+
+
 class Settled:
     """An event that has happened."""
 
@@ -463,7 +489,6 @@ def test_positions_are_encoded_beside_as_here(how, cores, monkeypatch) -> None:
         wire.encode_positions(there, under_way=True)
     else:  # what is done for a GPU
         hand_out([there[0].shared, *there], lambda owners: _hand_out_apart(owners, None, Settled()))
-    wire.wait_until_started(there)
     assert [wire.encode_body(body) for body in there] == [wire.encode_body(body) for body in here]
 
 

@@ -2,7 +2,7 @@
 
 `gluefl bench profile` says how long each part takes and what the GPU waits for on the whole; a profiler slows the host
 down, though, and this is about the host. Here every part of a round notes the host's clock, and an event that the GPU
-notes when it gets there. Nothing is waited for until the round is over.
+notes when it gets there. Nothing is waited for until all rounds are over: on a GPU they overlap.
 """
 
 import argparse
@@ -48,8 +48,18 @@ class Timeline(Stopwatch):
         moment.record()
         return moment
 
-    def show(self, began: float, zero: Any) -> None:
+    def start(self) -> None:
+        """Now. The GPU may still be busy: it notes the moment in a stream in which nothing is before it."""
+        self.zero = None
+        if self.on_gpu:
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+                self.zero = self.moment()
+        self.began = self.end = time.perf_counter()
+
+    def show(self, round: int) -> None:
         """Milliseconds since the round began."""
+        began, zero = self.began, self.zero
+        print(f"round {round}: {1000 * (self.end - began):.1f} ms")
         for name, start, end, *moments in sorted(self.notes, key=lambda note: note[1]):
             if 1000 * (end - start) >= SHOWN_MS:
                 line = f"  {name:<22} host {1000 * (start - began):8.2f} – {1000 * (end - began):8.2f}"
@@ -74,16 +84,17 @@ def main() -> None:
         federation, state = setting(options.device, options.model, 1.3, Path(folder), devices)
         for _ in range(WARM_UP if on_gpu else 1):
             state, _ = round_module.play(federation, state)
+        timelines = []
         for _ in range(options.rounds):
             timeline = Timeline(on_gpu)
             with watched(federation, timeline) as seen:
-                zero = timeline.moment()
-                settle()
-                began = time.perf_counter()
+                timeline.start()
                 state, _ = round_module.play(seen, state)
-                settle()
-            print(f"round {state.round}: {1000 * (time.perf_counter() - began):.1f} ms")
-            timeline.show(began, zero)
+                timeline.end = time.perf_counter()
+            timelines.append((state.round, timeline))
+        settle()
+        for number, timeline in timelines:
+            timeline.show(number)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 it needs of a GPU goes past what that is busy with."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from threading import Barrier
 from typing import Any, TypeVar
@@ -52,14 +53,6 @@ def started(device: torch.device) -> "torch.cuda.Event":
     return event
 
 
-def still_works(device: torch.device) -> Callable[[], bool]:
-    """To be asked later: has it still to do what it was given by now?"""
-    if device.type != "cuda":
-        return lambda: True
-    event = started(device)
-    return lambda: not event.query()  # type: ignore[no-untyped-call]
-
-
 def wait_for(device: torch.device) -> None:
     """Wait until a GPU has done what it was given. To just copy the result would wait, too, but in the middle of the
     copy, and then the driver keeps all other threads from starting anything."""
@@ -67,14 +60,45 @@ def wait_for(device: torch.device) -> None:
         started(device).synchronize()
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy that will be there when a GPU has done what it was given."""
+    if not tensor.is_cuda:
+        return tensor
+    # Pinned memory is copied to at four times the speed; PyTorch keeps it for the next time.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def fetched(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start to copy from a GPU. To be called for the copy: waits for it, and for nothing that was started since."""
+    copy = to_host(tensor)
+    if not tensor.is_cuda:
+        return lambda: copy
+    there = started(tensor.device)
+
+    def wait() -> Tensor:
+        there.synchronize()
+        return copy
+
+    return wait
+
+
+@contextmanager
+def overtaking(device: torch.device, purpose: str) -> Iterator[None]:
+    """What is started here goes past what a GPU is busy with: all that it needs must be there already."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(stream_beside(device, purpose)):
+        yield
+
+
 def moved_beside(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on a device, past what a GPU is busy with: a copy in its turn would wait for all of that."""
     if device.type != "cuda":
         return tensor.to(device)
-    copies = stream_beside(device, "copies")
-    with torch.cuda.stream(copies):
+    with overtaking(device, "copies"):
         moved = tensor.to(device)
-    copies.synchronize()
+        wait_for(device)
     moved.record_stream(torch.cuda.current_stream(device))  # so that nobody gets its memory while it is read there
     return moved
 

@@ -60,12 +60,13 @@ class Federation:
 
 @dataclass(frozen=True)
 class Ahead:
-    """What a round will send, as far as the one before could tell: encoded while a GPU was busy."""
+    """What a round will send and who will train in it, as far as the one before could tell."""
 
     weights: Tensor  # of which state this is
     strategy: Any
     shared: wire.Shared
     missing: Mapping[int | None, wire.Body]  # by the version a client holds
+    training: dict[tuple[int, ...], Iterator[Outcome]]  # by the cohort it was begun with: who goes on with it takes it
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a state does without

@@ -50,7 +50,10 @@ class Ledger:
         """Remember whose upload was used, so that the next task can tell them."""
         return replace(self, unused=(self.unused - frozenset(used)) | frozenset(unused))
 
-    def publish(self, update: Sparse) -> "Ledger":
-        """The next version changes the coordinates of this update, also where the change is zero."""
-        changed_at = update.set_in(self.changed_at.clone(), self.version + 1)
+    def changed_by(self, update: Sparse) -> Tensor:
+        """`changed_at` of the next version: it changes the coordinates of this update, also where that is zero."""
+        return update.set_in(self.changed_at.clone(), self.version + 1)
+
+    def publish(self, changed_at: Tensor) -> "Ledger":
+        """The next version."""
         return replace(self, changed_at=changed_at, version=self.version + 1)

@@ -1,16 +1,17 @@
 """One round, top to bottom: Algorithm 3 of the paper, for every strategy, sampler and fleet alike."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gluefl import wire
 from gluefl.channel import Parcel
-from gluefl.cores import still_works, wait_for, works_by_itself
+from gluefl.cores import fetched, overtaking, works_by_itself
 from gluefl.errors import GlueFLError
 from gluefl.federation import Ahead, Federation, State
 from gluefl.fleet import Trip
@@ -19,7 +20,9 @@ from gluefl.records import Played, Record, record
 from gluefl.sampling import Group
 from gluefl.selection import Sparse
 from gluefl.strategies import Task, Upload
+from gluefl.training import Outcome
 
+T = TypeVar("T")
 DIVERGED = "The training diverged, or the model returns NaN: lower training.lr, or look at the model and its data."
 ENCODED_TOGETHER = 8  # uploads: fewer are more calls to a GPU, of more the cores have to wait for the last
 MOST_WAITS = 10_000  # how often a round asks again who is online before it gives up
@@ -36,37 +39,30 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     ahead = state.ahead if state.ahead and state.ahead.fits(state) else None
     shared = ahead.shared if ahead else wire.Shared(f.strategy.mask(state.strategy, round))
     missing = encoded_updates(state, groups, shared, ahead.missing if ahead else {})
-    f.engine.prepare([client for group in groups for client in group.clients], round)  # while they are encoded
+    f.engine.prepare(invited(groups), round)  # while they are encoded
     parcels = packages(f, state, groups, missing, round)
     expected = state.up_bytes or expected_upload(f, shared, round)
-    trips = {
-        client: f.devices.trip(client, clock_s, parcel.size_bytes, expected, f.engine.work(client))
-        for client, parcel in parcels.items()
-    }
+    trips = trips_of(f, clock_s, {client: parcel.size_bytes for client, parcel in parcels.items()}, expected)
     used = [first_arrivals(f, group, groups, trips, round) for group in groups]
 
     # Clients: train, mask and compress.
-    uploads, sent = collect(f, state, groups, used, shared, round)
+    under_way = ahead.training.pop(cohort(used), None) if ahead else None
+    outcomes = under_way or train(f, state, used, shared, round)
+    uploads, sent = collect(f, state, groups, used, shared, outcomes, round)
 
     # Server: aggregate; statistics are the plain mean of the used clients.
     aggregated = aggregate(f, state, uploads, round)
+    answers = ask(uploads, aggregated.finite)
 
-    # While a GPU is busy with all of this: who is likely to be invited next, and what will they be sent?
-    ahead = look_ahead(f, state, aggregated, used, trips, clock_s)
-
-    # Only now does anybody wait for a GPU; the encoding went on meanwhile.
-    uploads = asked(uploads, f.space.device, round)
-    wire.wait_until_started(ahead.missing.values() if ahead else ())
+    # A GPU would wait for the rest of this round: the next is begun before.
+    ahead = look_ahead(f, state, aggregated, used, trips, clock_s, expected)
+    uploads = answered(uploads, answers(), round)
     up_bytes = {client: wire.measure(body) for client, body in sent.items()}
 
     # Server: publish the next version and update the sticky group.
-    trips |= {
-        client: f.devices.trip(client, clock_s, parcels[client].size_bytes, size_bytes, f.engine.work(client))
-        for client, size_bytes in up_bytes.items()
-    }
+    trips |= trips_of(f, clock_s, {client: parcels[client].size_bytes for client in up_bytes}, up_bytes)
     played = Played(round, clock_s, groups, parcels, trips, uploads, up_bytes, expected, shared, aggregated.update)
     line = record(f, state, played)
-    check_finite(aggregated, round)
     holders = [c for c, trip in trips.items() if trip.downloaded and c not in line.stopped]
     for client in holders:
         f.channel.deliver(client, parcels[client])
@@ -93,23 +89,30 @@ def invite(f: Federation, state: State, round: int) -> tuple[float, tuple[Group,
     )
 
 
+def invited(groups: Sequence[Group]) -> list[int]:
+    """The clients of all groups."""
+    return [client for group in groups for client in group.clients]
+
+
 def encoded_updates(
-    state: State,
-    groups: Sequence[Group],
-    shared: wire.Shared,
-    known: Mapping[int | None, wire.Body],
-    under_way: bool = False,
+    state: State, groups: Sequence[Group], shared: wire.Shared, known: Mapping[int | None, wire.Body]
 ) -> dict[int | None, wire.Body]:
     """What a client lacks that holds a version, for each that somebody holds; their encoding is started."""
-    bases = {state.ledger.base(client) for group in groups for client in group.clients}
-    new = {
+    new = updates(state, groups, shared, known)
+    wire.encode_positions([*new.values()])
+    return {**known, **new}
+
+
+def updates(
+    state: State, groups: Sequence[Group], shared: wire.Shared, known: Iterable[int | None] = ()
+) -> dict[int | None, wire.Body]:
+    """As `encoded_updates`, without those that are known, and before anything is encoded."""
+    return {
         base: wire.Body(
             Sparse.view(state.ledger.missing(base), state.weights), state.statistics, shared, sends_mask=True
         )
-        for base in bases - known.keys()
+        for base in {state.ledger.base(client) for client in invited(groups)}.difference(known)
     }
-    wire.encode_positions([*new.values()], under_way)
-    return {**known, **new}
 
 
 def packages(
@@ -145,6 +148,14 @@ def expected_upload(f: Federation, shared: wire.Shared, round: int) -> int:
     return wire.measure(wire.Body(sent, torch.zeros(f.layout.statistics_size), shared, sends_mask=False))
 
 
+def trips_of(
+    f: Federation, clock_s: float, down_bytes: Mapping[int, int], up_bytes: int | Mapping[int, int]
+) -> dict[int, Trip]:
+    """Download, train and upload, for every client that is sent something."""
+    up = up_bytes if isinstance(up_bytes, Mapping) else dict.fromkeys(down_bytes, up_bytes)
+    return {c: f.devices.trip(c, clock_s, size, up[c], f.engine.work(c)) for c, size in down_bytes.items()}
+
+
 def first_arrivals(
     f: Federation, group: Group, groups: Sequence[Group], trips: Mapping[int, Trip], round: int
 ) -> list[int]:
@@ -164,21 +175,34 @@ def first_arrivals(
     return arrivals(group.clients)[: group.quota]
 
 
+def cohort(used: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The used clients of all groups, in their order."""
+    return tuple(sorted(client for group in used for client in group))
+
+
+def train(
+    f: Federation, state: State, used: Sequence[Sequence[int]], shared: wire.Shared, round: int
+) -> Iterator[Outcome]:
+    """Local training of the used clients, from the model they were sent."""
+    frozen = f.strategy.frozen(shared.mask)
+    return f.engine.train(state.weights, state.statistics, cohort(used), round, frozen)
+
+
 def collect(
     f: Federation,
     state: State,
     groups: Sequence[Group],
     used: Sequence[Sequence[int]],
     shared: wire.Shared,
+    outcomes: Iterable[Outcome],
     round: int,
 ) -> tuple[list[Upload], dict[int, wire.Body]]:
-    """Train the used clients and receive what they send: uploads and their bodies, in the order of the clients."""
+    """Receive what the trained clients send: uploads and their bodies, in the order of the clients."""
     nominal = {client: w for group in groups for client, w in zip(group.clients, group.weights)}
     settled = {client: w for group, some in zip(groups, used) for client, w in group.settled(some).items()}
-    frozen = f.strategy.frozen(shared.mask)
     losses: dict[int, float | Tensor] = {}
     sent, waiting = dict[int, wire.Body](), list[wire.Body]()
-    for outcome in f.engine.train(state.weights, state.statistics, sorted(settled), round, frozen):
+    for outcome in outcomes:
         client = outcome.client
         losses[client] = outcome.loss
         if not isinstance(outcome.loss, Tensor):
@@ -212,17 +236,6 @@ def collect(
     return uploads, sent
 
 
-def asked(uploads: Sequence[Upload], device: torch.device, round: int) -> list[Upload]:
-    """The uploads with losses that are numbers: what is still on a device is asked for all at once."""
-    tensors = {upload.client: upload.loss for upload in uploads if isinstance(upload.loss, Tensor)}
-    losses = torch.stack([*tensors.values()]) if tensors else torch.empty(0)
-    wait_for(device)
-    answers = dict(zip(tensors, losses.tolist()))
-    for client, loss in answers.items():
-        check_loss(loss, client, round)
-    return [replace(upload, loss=answers.get(upload.client, upload.loss)) for upload in uploads]
-
-
 def check_loss(loss: float, client: int, round: int) -> None:
     """A loss that is no number ends the run."""
     if not math.isfinite(loss):
@@ -238,6 +251,7 @@ class Aggregated:
     update: Sparse
     weights: Tensor  # the model after it
     statistics: Tensor
+    changed_at: Tensor  # of the ledger after it
     finite: Tensor  # whether it is made of numbers
 
 
@@ -250,7 +264,28 @@ def aggregate(f: Federation, state: State, uploads: Sequence[Upload], round: int
         velocity, update = f.server.step(velocity, update)
         statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
     finite = update.finite() & torch.isfinite(statistics).all()
-    return Aggregated(strategy, velocity, update, update.add_to(state.weights.clone()), statistics, finite)
+    weights, changed_at = update.add_to(state.weights.clone()), state.ledger.changed_by(update)
+    return Aggregated(strategy, velocity, update, weights, statistics, changed_at, finite)
+
+
+def ask(uploads: Sequence[Upload], finite: Tensor) -> Callable[[], list[float]]:
+    """The losses that are still on a device, and whether the update is made of numbers: asked for all at once, and to
+    be called for the answers."""
+    losses = [upload.loss for upload in uploads if isinstance(upload.loss, Tensor)]
+    answers = [torch.stack(losses).double()] if losses else []
+    copy = fetched(torch.cat([*answers, finite.double().view(1)]))
+    return lambda: copy().tolist()
+
+
+def answered(uploads: Sequence[Upload], answers: Sequence[float], round: int) -> list[Upload]:
+    """The uploads with losses that are numbers, after what a device has answered."""
+    *losses, finite = answers
+    there = iter(losses)
+    found = [replace(u, loss=next(there)) if isinstance(u.loss, Tensor) else u for u in uploads]
+    for upload in found:
+        check_loss(float(upload.loss), upload.client, round)
+    check_finite(bool(finite), round)
+    return found
 
 
 def look_ahead(
@@ -260,26 +295,38 @@ def look_ahead(
     used: Sequence[Sequence[int]],
     trips: Mapping[int, Trip],
     clock_s: float,
+    expected: int,
 ) -> Ahead | None:
-    """Beside a GPU there is time for it: start what the next round needs. Who will have been used is known, and nearly
-    when the round will end; what is needed against expectation is made then."""
+    """Begin the next round as soon as a GPU could. Who was used is known, and nearly when this round will end and how
+    long messages will be, so that a guess of who will train is mostly right; else the next round does it again."""
     if not works_by_itself(f.space.device):
         return None
-    round, is_busy = state.round + 1, still_works(f.space.device)
-    there = [client for group in used for client in group]
+    round, there = state.round + 1, cohort(used)
     ends_s = clock_s + max((trips[client].arrival_s for client in there), default=0.0)
     holders = [client for client, trip in trips.items() if trip.downloaded]
     try:
-        guess = publish(f, state, round, ends_s, aggregated, holders, dict.fromkeys(there, 0), ())
-        _, groups = invite(f, guess, round + 1)
-        if not is_busy():
-            return None  # a small model: it waits for us, not we for it
+        guess = publish(f, state, round, ends_s, aggregated, holders, dict.fromkeys(there, expected), ())
+        clock_s, groups = invite(f, guess, round + 1)
         shared = wire.Shared(f.strategy.mask(guess.strategy, round + 1))
-        missing = encoded_updates(guess, groups, shared, {}, under_way=True)
-    except (GlueFLError, torch.cuda.OutOfMemoryError):
-        return None  # nobody will be online, as far as can be told, or there is no room beside the uploads
-    f.engine.prepare([client for group in groups for client in group.clients], round + 1)
-    return Ahead(guess.weights, guess.strategy, shared, missing)
+        missing = updates(guess, groups, shared)
+        f.engine.prepare(invited(groups), round + 1)
+        wire.count_positions([*missing.values()])  # waits for the GPU
+        _ = aggregated.update.count  # the books ask for it, and the GPU would answer after the training
+        sizes = {client: wire.foresee(missing[guess.ledger.base(client)]) for client in invited(groups)}
+        trips = trips_of(f, clock_s, sizes, guess.up_bytes or expected)
+        used = [first_arrivals(f, group, groups, trips, round + 1) for group in groups]
+        training = begun(train(f, guess, used, shared, round + 1))
+        with overtaking(f.space.device, "encoding"):
+            wire.encode_positions([*missing.values()])
+    except Exception:  # nobody will be online, no room, whatever it is: the next round finds out when it matters
+        return None
+    return Ahead(guess.weights, guess.strategy, shared, missing, {cohort(used): training})
+
+
+def begun(some: Iterator[T]) -> Iterator[T]:
+    """The same, after whatever the first of them needs was started."""
+    first = next(some, None)
+    return some if first is None else chain([first], some)
 
 
 def publish(
@@ -299,7 +346,7 @@ def publish(
         clock_s=clock_s,
         weights=aggregated.weights,
         statistics=aggregated.statistics,
-        ledger=ledger.publish(aggregated.update),
+        ledger=ledger.publish(aggregated.changed_at),
         sampler=f.sampler.settle(state.sampler, up_bytes, stream(f.seed, "settle", round)),
         strategy=aggregated.strategy,
         velocity=aggregated.velocity,
@@ -307,7 +354,7 @@ def publish(
     )
 
 
-def check_finite(aggregated: Aggregated, round: int) -> None:
-    """Refuse to publish a model that is not made of numbers. As late as may be: a GPU is waited for."""
-    if not aggregated.finite:
+def check_finite(finite: bool, round: int) -> None:
+    """Refuse to publish a model that is not made of numbers."""
+    if not finite:
         raise GlueFLError(f"round {round}: the update is not finite. {DIVERGED}")

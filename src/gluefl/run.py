@@ -19,6 +19,7 @@ from torch import nn
 
 from gluefl import checkpoint, wire
 from gluefl.channel import Encoded, Measured
+from gluefl.cores import overtaking
 from gluefl.engines.local import LocalEngine
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.evaluation import Evaluator, Metric, top_1
@@ -180,7 +181,8 @@ def _carry_out(plan: _Plan, f: Federation, state: State, journal: Journal, evalu
             state, played = play(f, state)
             line = played.line
             if state.round % plan.evaluate_every == 0 or state.round == plan.rounds:
-                found = evaluator(state.weights, state.statistics)
+                with overtaking(f.space.device, "evaluation"):
+                    found = evaluator(state.weights, state.statistics)
                 if not math.isfinite(found.loss):
                     raise GlueFLError(f"round {state.round}: the test loss is {found.loss}: the training diverged.")
                 line |= {"accuracy": found.accuracy, "test_loss": found.loss}
@@ -190,7 +192,8 @@ def _carry_out(plan: _Plan, f: Federation, state: State, journal: Journal, evalu
             ends = stop or interrupted or (plan.options.checkpoint_at_end and plan.is_over(state, journal))
             if plan.folder and (state.round % plan.options.checkpoint_every == 0 or ends):
                 journal.sync()  # a checkpoint must never be ahead of it
-                checkpoint.save(plan.folder / "checkpoint", state, f.residuals)
+                with overtaking(f.space.device, "checkpoint"):
+                    checkpoint.save(plan.folder / "checkpoint", state, f.residuals)
     if interrupted:
         hint = f" Go on with --resume --out {plan.folder}." if plan.folder else ""
         raise GlueFLError(f"interrupted after round {state.round} of {plan.rounds}.{hint}")

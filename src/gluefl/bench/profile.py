@@ -6,7 +6,6 @@ waits for is another question: for that nothing is held up, the parts are only m
 """
 
 import math
-import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -40,7 +39,7 @@ STEPS = {
     "collect": "uploads",
     "aggregate": "aggregation",
     "look_ahead": "looking ahead",
-    "asked": "losses",
+    "answered": "losses",
     "record": "record",
     "publish": "publishing",
 }
@@ -61,12 +60,12 @@ def measure(
         federation, state = setting(device, model_name, over_commitment, Path(folder), devices)
         settle = torch.cuda.synchronize if device != "cpu" else _nothing
         state, _ = _play(federation, state, WARM_UP, settle)
-        state, times = _play(federation, state, rounds, settle)
+        state, seconds = _play(federation, state, rounds, settle)
         watch = Stopwatch(settle)
         with watched(federation, watch) as under_watch:
             state, _ = _play(under_watch, state, rounds, settle)
         found: dict[str, Any] = {
-            "round_ms": 1000 * statistics.mean(times),
+            "round_ms": 1000 * seconds / rounds,
             "parts_ms": {part: 1000 * s / rounds for part, s in sorted(watch.seconds.items(), key=lambda x: -x[1])},
         }
         if device != "cpu":
@@ -152,14 +151,12 @@ def watched(federation: Federation, watch: Stopwatch) -> Iterator[Federation]:
         yield replace(federation, **parts)
 
 
-def _play(f: Federation, state: State, rounds: int, settle: Callable[[], None]) -> tuple[State, list[float]]:
-    times = []
+def _play(f: Federation, state: State, rounds: int, settle: Callable[[], None]) -> tuple[State, float]:
+    began = time.perf_counter()
     for _ in range(rounds):
-        began = time.perf_counter()
         state, _ = round_module.play(f, state)
-        settle()
-        times.append(time.perf_counter() - began)
-    return state, times
+    settle()  # and not before: rounds overlap on a GPU
+    return state, time.perf_counter() - began
 
 
 def _kernels(f: Federation, state: State, rounds: int, settle: Callable[[], None]) -> dict[str, Any]:

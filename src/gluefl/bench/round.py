@@ -26,7 +26,7 @@ from gluefl.strategies import Space
 from gluefl.strategies.gluefl import GlueFL
 from gluefl.training.choice import choose
 
-IN_A_ROW = 5  # rounds on a GPU: each prepares the next, whose time must not seem to cost nothing
+IN_A_ROW = 20  # rounds on a GPU: each begins the training of the next, so that they overlap, but not at the ends
 
 
 def measure(

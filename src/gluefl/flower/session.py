@@ -104,7 +104,7 @@ class Session:
         up_bytes = {client: exchange.used[client].up_bytes for client in sorted(exchange.used)}
         try:
             aggregated = aggregate(f, state, uploads, round)
-            check_finite(aggregated, round)
+            check_finite(bool(aggregated.finite), round)
         except GlueFLError as error:
             # Each upload was finite and their sum is not. The round counts as one in which nobody arrived.
             exchange.note(None, "refused", str(error))

@@ -119,15 +119,14 @@ def _held_kernel(masks, known, counts, size, blocks, BLOCK: tl.constexpr):
     tl.store(counts + 1, tl.sum(both, 0))
 
 
-def counts(masks: Tensor, known: Tensor, block: int = BLOCK) -> tuple[list[int], list[int]]:
-    """How many positions every row holds, and how many of them are known."""
+def counts(masks: Tensor, known: Tensor, block: int = BLOCK) -> Tensor:
+    """How many positions every row holds and, in a second row, how many of them are known."""
     rows, size = masks.shape
     blocks = triton.cdiv(size, block)
     found = torch.empty(rows, blocks, 2, dtype=torch.int32, device=masks.device)
     sets, outside = masks.contiguous().view(torch.uint8), known.contiguous().view(torch.uint8)
     _held_kernel[(blocks, rows)](sets, outside, found, size, blocks, BLOCK=block)
-    held, both = found.sum(1).t().tolist()
-    return held, both
+    return found.sum(1).t()
 
 
 def bitmaps(masks: Tensor, outside: Tensor | None, block: int = SHORT) -> Tensor:

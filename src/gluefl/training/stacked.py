@@ -68,10 +68,10 @@ class Stacked:
         frozen: Tensor | None,
     ) -> Iterator[Outcome]:
         """In slices of as many clients as fit."""
-        if not self.module.training:  # somebody evaluated; to say it to every part of a module takes a millisecond
-            self.module.train()
         at = 0
         while at < len(jobs):
+            if not self.module.training:  # somebody evaluated; to say it to every part of a module takes a millisecond
+                self.module.train()
             some = jobs[at : at + self.most]
             try:
                 yield from self._train(weights, statistics, some, sgd, lr, frozen)

@@ -1,7 +1,7 @@
 """The only place that knows bytes. `docs/wire-format.md` is the description for other languages."""
 
 from gluefl.wire.bodies import Body, Shared
-from gluefl.wire.encoding import encode_positions, wait_until_started
+from gluefl.wire.encoding import count_positions, encode_positions
 from gluefl.wire.messages import (
     HEADER_BYTES,
     NO_HASH,
@@ -12,6 +12,7 @@ from gluefl.wire.messages import (
     decode,
     encode,
     encode_body,
+    foresee,
     measure,
     replica_hash,
 )
@@ -27,13 +28,14 @@ __all__ = [
     "Header",
     "Packed",
     "Shared",
+    "count_positions",
     "decode",
     "encode",
     "encode_body",
     "encode_positions",
+    "foresee",
     "measure",
     "pack",
     "replica_hash",
     "unpack",
-    "wait_until_started",
 ]

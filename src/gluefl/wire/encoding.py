@@ -1,6 +1,6 @@
 """How the encoding of positions is started: on all cores, and from a GPU while that goes on."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -33,12 +33,15 @@ def encode_positions(bodies: Sequence[Body], under_way: bool = False) -> None:
         vars(owner)["handed"] = handed
 
 
-def wait_until_started(bodies: Iterable[Body]) -> None:
-    """Until positions have left a GPU and the cores have begun with them. That takes a millisecond of Python, and
-    several of them beside a thread that has other things to do in Python, and could as well do them afterwards."""
-    for body in bodies:
-        if handed := vars(body).get("handed"):
-            handed.result()
+def count_positions(bodies: Sequence[Body]) -> None:
+    """Ask a GPU, once for bodies that share one mask, how many positions they have; after that nothing that encoding
+    needs is under way. (It is waited for outside of a copy: who waits in the middle of one keeps all other threads from
+    starting anything.)"""
+    for chunk in _chunks([bodies[0].shared, *bodies]) if bodies and bodies[0].shared.mask.is_cuda else ():
+        some = [owner for owner in chunk if not owner.is_whole]
+        if some:
+            _counts(some, torch.stack([owner.present for owner in some]))
+        wait_for(bodies[0].shared.mask.device)
 
 
 def _hand_out(owners: Sequence[HasPositions]) -> Handed:
@@ -152,8 +155,9 @@ def _counts(owners: Sequence[HasPositions], masks: Tensor) -> tuple[Sequence[int
     if None not in known:
         return [both[0] for both in known if both], [both[1] for both in known if both]
     counts, inside = count_rows(masks, owners[0].shared_mask)
-    for owner, count in zip(owners, counts):
+    for owner, count, both in zip(owners, counts, inside):
         remember_count(owner.present, count)
+        vars(owner)["counted"] = count, both
         if isinstance(owner, Body):
             vars(owner.update)["count"] = count  # in the place of what it would compute
     return counts, inside
@@ -163,6 +167,8 @@ def _known_counts(owner: HasPositions) -> tuple[int, int] | None:
     """As `_counts`, if it can be said without asking a GPU."""
     if owner.is_whole:
         return 0, 0
+    if counted := vars(owner).get("counted"):
+        return counted[0], counted[1]
     mask, shared = owner.present, owner.shared_mask
     count, known = known_count(mask), known_count(shared)
     if count is None or known is None:

@@ -5,6 +5,7 @@ of a package depends only on the version a client holds, so that it is encoded o
 """
 
 import hashlib
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gluefl.errors import WireError
-from gluefl.selection import Sparse, positions_of
+from gluefl.selection import Sparse, count_true, positions_of
 from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, KNOWN, Body, Shared
 from gluefl.wire.positions import Packed, unpack
 
@@ -58,8 +59,26 @@ def measure(body: Body) -> int:
     """The length of the encoded message, without materialising its values."""
     mask_bytes = len(body.shared.packed.data) if body.sends_mask else 0
     position_bytes = len(body.positions[1].data)
-    value_bytes = 4 * (body.update.count + body.statistics.numel())
-    return HEADER_BYTES + 4 * SECTION.size + mask_bytes + position_bytes + value_bytes
+    return _around(body) + mask_bytes + position_bytes
+
+
+def foresee(body: Body) -> int:
+    """About the length of the encoded message, before its positions are encoded: their entropy is nearly reached."""
+    size, known = body.update.size, count_true(body.shared.mask)
+    beside = known if known <= body.update.count else 0  # positions that the mask leaves to be told
+    mask_bytes = entropy_bytes(known, size) if body.sends_mask else 0
+    return _around(body) + mask_bytes + entropy_bytes(body.update.count - beside, size - beside)
+
+
+def entropy_bytes(count: int, size: int) -> int:
+    """Of a random set of positions."""
+    shares = [share for share in (count / size, 1 - count / size) if share > 0] if size else []
+    return round(size * sum(-share * math.log2(share) for share in shares) / 8)
+
+
+def _around(body: Body) -> int:
+    """Bytes of all but the positions and the mask."""
+    return HEADER_BYTES + 4 * SECTION.size + 4 * (body.update.count + body.statistics.numel())
 
 
 def encode(header: Header, body: bytes, size: int, statistics: int) -> bytes:

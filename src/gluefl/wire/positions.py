@@ -14,7 +14,7 @@ import zstandard
 from torch import Tensor
 
 from gluefl import kernels
-from gluefl.cores import beside, wait_for
+from gluefl.cores import beside, fetched, to_host, wait_for
 from gluefl.errors import WireError
 from gluefl.selection import count_true, positions_of
 
@@ -172,18 +172,10 @@ def _bitmaps(masks: Tensor, known: Tensor | None) -> Tensor:
     if kernels.serve(masks):
         from gluefl.kernels.positions import absent, bitmaps
 
-        return _to_host(bitmaps(masks, None if known is None else absent(known, known.numel() - count_true(known))))
+        return to_host(bitmaps(masks, None if known is None else absent(known, known.numel() - count_true(known))))
     masks = masks if known is None else masks.index_select(1, positions_of(~known))
     eights = torch.nn.functional.pad(masks, (0, -masks.shape[1] % 8)).view(torch.int64)
-    return _to_host((eights * GATHER_BITS >> 56).to(torch.uint8))
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that will be there when a GPU has done what it was given."""
-    if not tensor.is_cuda:
-        return tensor
-    # Pinned memory is copied to at four times the speed; PyTorch keeps it for the next time.
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return to_host((eights * GATHER_BITS >> 56).to(torch.uint8))
 
 
 def _from_bitmap(data: bytes, size: int) -> np.ndarray:
@@ -224,8 +216,10 @@ def count_rows(masks: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
     if kernels.serve(masks):
         from gluefl.kernels.positions import counts
 
-        return counts(masks, known)
-    held, both = torch.stack([masks.sum(1), (masks & known).sum(1)]).tolist()
+        found = counts(masks, known)
+    else:
+        found = torch.stack([masks.sum(1), (masks & known).sum(1)])
+    held, both = fetched(found)().tolist()
     return held, both
 
 
@@ -235,11 +229,11 @@ def _gaps_of_rows(
     if kernels.serve(masks):
         from gluefl.kernels.positions import gaps
 
-        data, lengths = (_to_host(found) for found in gaps(masks, known, present, listed))
+        data, lengths = (to_host(found) for found in gaps(masks, known, present, listed))
         return lambda: [row[:length].data for row, length in zip(data.numpy(), lengths.tolist())]
     masks = masks if present else ~masks
     found = _gaps_by_torch(masks if known is None else masks.index_select(1, positions_of(~known)))
-    varints, ends = (_to_host(some) for some in found)
+    varints, ends = (to_host(some) for some in found)
     return lambda: [varints.numpy()[a:b].data for a, b in zip([0, *ends.tolist()], ends.tolist())]
 
 
