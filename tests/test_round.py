@@ -5,6 +5,7 @@ import gc
 import math
 import time
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -19,7 +20,6 @@ from gluefl.errors import GlueFLError
 from gluefl.federation import State
 from gluefl.fleet import Instant, Trip
 from gluefl.randomness import stream
-from gluefl.residuals import Residuals
 from gluefl.round import answered, ask, play
 from gluefl.selection import Sparse
 from gluefl.strategies import Upload
@@ -238,41 +238,61 @@ def test_who_was_not_expected_is_trained_when_the_time_has_come(monkeypatch) -> 
 def test_a_state_can_be_played_twice(monkeypatch) -> None:
     """Who goes on with a training that was begun takes it; the next one trains anew."""
     monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
-    f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40, engine=Noted())
+    setting = {"engine": Noted(), "channel": Measured()}
+    f, state = federation(GlueFL(0.3, 0.2, compensation="none"), Sticky(6, 12, 4), 40, **setting)
     state, _ = play(f, state)
     assert [round for round, _ in f.engine.trained] == [1, 2]
-    f = replace(f, channel=Measured())
-    residuals = [replace(f, residuals=Residuals(LAYOUT.size)) for _ in range(2)]
-    one, two = (play(g, state) for g in residuals)
+    one, two = play(f, state), play(f, state)
     assert one[1].line == two[1].line and torch.equal(one[0].weights, two[0].weights)
     assert [round for round, _ in f.engine.trained] == [1, 2, 3, 2, 3]
+
+
+def test_a_training_that_was_begun_in_vain_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
+    f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40)
+    state, _ = play(f, state)
+    state.ahead.training.clear()
+    state.ahead.training[0,] = (outcome for outcome in ())  # as if another cohort had been expected
+    begun, held, collect = weakref.ref(state.ahead.training[0,]), [], round_module.collect
+    monkeypatch.setattr(round_module, "collect", lambda *a: held.append(begun()) or collect(*a))
+    play(f, state)
+    assert held == [None]
 
 
 def test_what_is_ahead_belongs_to_one_state(monkeypatch) -> None:
     monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
     f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40)
+    f = replace(f, channel=Measured())
     state, _ = play(f, state)
     assert copy.deepcopy(state).ahead is None  # threads may be at work on it
     sent, packages = [], round_module.packages
     monkeypatch.setattr(round_module, "packages", lambda *a: sent.append(a[3].values()) or packages(*a))
-    f = replace(f, channel=Measured())
     ahead = {id(body) for body in state.ahead.missing.values()}
-    for some, used in ((state, True), (replace(state, weights=state.weights + 1), False)):
-        play(f, some)
-        assert any(id(body) in ahead for body in sent[-1]) == used
+    others = [
+        (f, replace(state, weights=state.weights + 1)),
+        (f, replace(state, statistics=state.statistics + 1)),
+        (f, replace(state, round=7)),
+        (replace(f, engine=Noted()), state),
+    ]
+    for g, some in [*others, (f, state)]:
+        play(g, some)
+        assert any(id(body) in ahead for body in sent[-1]) == (g is f and some is state)
 
 
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("no room"), GlueFLError("nobody"), ValueError("a broken population")]
+)
 @pytest.mark.parametrize("step", ["publish", "invite", "updates", "first_arrivals", "train"])
-def test_what_goes_wrong_ahead_is_left_to_the_next_round(step, monkeypatch) -> None:
+def test_what_goes_wrong_ahead_is_left_to_the_next_round(step, error, monkeypatch) -> None:
     monkeypatch.setattr(round_module, "works_by_itself", lambda device: True)
     f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40)
     plain, look_ahead = getattr(round_module, step), round_module.look_ahead
 
-    def full(*arguments):
-        raise torch.cuda.OutOfMemoryError("no room")
+    def wrong(*arguments):
+        raise error
 
     def in_trouble(*arguments):
-        monkeypatch.setattr(round_module, step, full)
+        monkeypatch.setattr(round_module, step, wrong)
         try:
             return look_ahead(*arguments)
         finally:
@@ -280,7 +300,8 @@ def test_what_goes_wrong_ahead_is_left_to_the_next_round(step, monkeypatch) -> N
 
     monkeypatch.setattr(round_module, "look_ahead", in_trouble)
     for round in (1, 2):
-        state, record = play(f, state)
+        with pytest.warns(UserWarning, match="broken population") if isinstance(error, ValueError) else nullcontext():
+            state, record = play(f, state)
         assert state.ahead is None and record.line["used"] == 6 and state.round == round
 
 

@@ -1,5 +1,6 @@
 """Whole runs: the same again, whatever order, encoding, interruption; and ends that are told apart."""
 
+import gc
 import hashlib
 import json
 import signal
@@ -18,12 +19,17 @@ from torch import nn
 
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform, residuals
 from gluefl import run as run_module
+from gluefl.bench.round import setting
+from gluefl.cores import overtaking, started
 from gluefl.engines.local import LocalEngine
 from gluefl.errors import DataError, GlueFLError, UsageError
+from gluefl.evaluation import Evaluator
+from gluefl.federation import Ahead
 from gluefl.fleet import Fleet
 from gluefl.journal import mean_accuracy, reached_round, read
 from gluefl.layout import Layout
 from gluefl.randomness import stream
+from gluefl.round import play
 from gluefl.server import Server
 from gluefl.training import LocalSGD
 from gluefl.training.loop import Loop
@@ -404,12 +410,55 @@ def test_to_look_ahead_on_a_gpu_changes_nothing(name, trainer, tmp_path, monkeyp
     fleet = Fleet("edge", "diurnal", seed=3, down_factor=1e-4, up_factor=1e-4)
     on_gpu = replace(STRATEGIES[name].get("options", options()), trainer=trainer, device="cuda")
     setting = {**STRATEGIES[name], "devices": fleet, "options": on_gpu}
-    ahead = small_run(out=tmp_path / "ahead", **setting)
+    taken, take = [], Ahead.take
+    monkeypatch.setattr(Ahead, "take", lambda *arguments: taken.append(take(*arguments)) or taken[-1])
+    with pytest.raises(Crash):
+        small_run(out=tmp_path / "ahead", callbacks=[crash], **setting)
+    ahead = small_run(out=tmp_path / "ahead", resume=True, **setting)
+    assert sum(training is not None for training in taken) > ROUNDS / 2
     monkeypatch.setattr("gluefl.round.works_by_itself", lambda device: False)
     plain = small_run(out=tmp_path / "plain", **setting)
     assert timeless(ahead.journal) == timeless(plain.journal)
     one, two = (load_file(next((tmp_path / f / "checkpoint").glob("*.safetensors"))) for f in ("ahead", "plain"))
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.gpu
+def test_evaluations_and_checkpoints_go_past_what_a_gpu_is_busy_with(tmp_path) -> None:
+    device, module = torch.device("cuda"), mlp(norm=True).cuda()
+    evaluator = Evaluator(module, Layout.of(module), Blobs(), nn.functional.cross_entropy, device=device)
+    store = residuals.Residuals(180, tmp_path, device_bytes=10**6)
+    vectors = evaluator.layout.flatten(module)
+    for busy in (False, True):
+        store[1] = torch.ones(180, device=device)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10**9 if busy else 1)  # half a second
+        event = started(device)
+        with overtaking(device, "evaluation"):
+            evaluator(*vectors)
+        store.checkpoint()
+        assert not busy or not event.query()
+
+
+@pytest.mark.gpu
+def test_to_look_ahead_takes_no_room_for_another_cohort(tmp_path, monkeypatch) -> None:
+    def peak_bytes() -> int:
+        f, state = setting("cuda", "", 1.3, tmp_path)
+        for number in range(6):
+            if number == 2:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            state, _ = play(f, state)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - 4 * f.space.size * len(f.residuals)
+
+    peaks = []
+    for ahead in (False, True):
+        monkeypatch.setattr("gluefl.round.works_by_itself", lambda device, ahead=ahead: ahead)
+        gc.collect()
+        torch.cuda.empty_cache()
+        peaks.append(peak_bytes())
+    assert peaks[1] - peaks[0] < 30 * 4 * 1_690_046  # masks and packages, but not one cohort's updates beside another's
 
 
 class Broken(nn.Module):

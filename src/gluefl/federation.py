@@ -29,7 +29,8 @@ class Engine(Protocol):
     def train(
         self, weights: Tensor, statistics: Tensor, clients: Sequence[int], round: int, frozen: Tensor | None
     ) -> Iterator[Outcome]:
-        """One outcome per client, in any order."""
+        """One outcome per client, in any order. On a GPU a round guesses the next: what was begun may be left, and the
+        same round trained again with other clients."""
         ...
 
     def work(self, client: int) -> int:
@@ -62,18 +63,25 @@ class Federation:
 class Ahead:
     """What a round will send and who will train in it, as far as the one before could tell."""
 
-    weights: Tensor  # of which state this is
-    strategy: Any
+    federation: Federation
+    guess: "State"  # that it is of; of its clock and books only nearly right
     shared: wire.Shared
     missing: Mapping[int | None, wire.Body]  # by the version a client holds
-    training: dict[tuple[int, ...], Iterator[Outcome]]  # by the cohort it was begun with: who goes on with it takes it
+    training: dict[tuple[int, ...], Iterator[Outcome]]  # by the cohort it was begun with
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a state does without
 
-    def fits(self, state: "State") -> bool:
-        """Whether nobody has changed the state since."""
-        return self.weights is state.weights and self.strategy is state.strategy
+    def fits(self, federation: Federation, state: "State") -> bool:
+        """Whether nobody has changed anything since."""
+        same = ((getattr(self.guess, name), getattr(state, name)) for name in ("weights", "statistics", "strategy"))
+        return federation is self.federation and state.round == self.guess.round and all(a is b for a, b in same)
+
+    def take(self, cohort: tuple[int, ...]) -> Iterator[Outcome] | None:
+        """The training of this cohort, for who goes on with it; another that was begun in vain is given up."""
+        found = self.training.get(cohort)
+        self.training.clear()
+        return found
 
 
 @dataclass(frozen=True)

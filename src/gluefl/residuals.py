@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gluefl.cores import beside
+from gluefl.cores import beside, overtaking
 from gluefl.errors import GlueFLError
 
 SLAB = 1 << 26  # bytes that are taken from the system at a time
@@ -102,7 +102,8 @@ class Residuals:
         self._spill()
 
     def checkpoint(self) -> dict[str, Any]:
-        """Bring everything to disk and say where it lies, as JSON can hold it."""
+        """Bring everything to disk and say where it lies, as JSON can hold it. What a GPU is still to compute must not
+        be among it: it is copied past what that is busy with."""
         held = len(self) * self.record_bytes
         if self._length > GARBAGE * max(held, self.record_bytes) + SPARE:
             self._compact()
@@ -281,9 +282,11 @@ def _places(size: int, like: Tensor) -> list[Tensor]:
 def _write(path: Path, offset: int, scale: float, vector: Tensor, started: "torch.cuda.Event | None") -> None:
     if started is not None:
         started.synchronize()
+    with overtaking(vector.device, "checkpoint"):
+        vector = vector.cpu()
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.seek(offset)
-        for part in (np.array([scale], np.float64), vector.cpu().numpy()):
+        for part in (np.array([scale], np.float64), vector.numpy()):
             rest = part.data.cast("B") if part.size else memoryview(b"")
             while rest:
                 rest = rest[file.write(rest) :]

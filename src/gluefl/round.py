@@ -1,6 +1,7 @@
 """One round, top to bottom: Algorithm 3 of the paper, for every strategy, sampler and fleet alike."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -36,7 +37,7 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     clock_s, groups = invite(f, state, round)
 
     # Server: synchronise w^t with them and send the shared mask M^t.
-    ahead = state.ahead if state.ahead and state.ahead.fits(state) else None
+    ahead = state.ahead if state.ahead and state.ahead.fits(f, state) else None
     shared = ahead.shared if ahead else wire.Shared(f.strategy.mask(state.strategy, round))
     missing = encoded_updates(state, groups, shared, ahead.missing if ahead else {})
     f.engine.prepare(invited(groups), round)  # while they are encoded
@@ -46,8 +47,8 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     used = [first_arrivals(f, group, groups, trips, round) for group in groups]
 
     # Clients: train, mask and compress.
-    under_way = ahead.training.pop(cohort(used), None) if ahead else None
-    outcomes = under_way or train(f, state, used, shared, round)
+    begun = ahead.take(cohort(used)) if ahead else None
+    outcomes = train(f, state, used, shared, round) if begun is None else begun
     uploads, sent = collect(f, state, groups, used, shared, outcomes, round)
 
     # Server: aggregate; statistics are the plain mean of the used clients.
@@ -55,7 +56,9 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     answers = ask(uploads, aggregated.finite)
 
     # A GPU would wait for the rest of this round: the next is begun before.
-    ahead = look_ahead(f, state, aggregated, used, trips, clock_s, expected)
+    for body in sent.values():
+        body.update.release()
+    next_ahead = look_ahead(f, state, aggregated, used, trips, clock_s, expected)
     uploads = answered(uploads, answers(), round)
     up_bytes = {client: wire.measure(body) for client, body in sent.items()}
 
@@ -68,7 +71,7 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
         f.channel.deliver(client, parcels[client])
     unused = [client for client in holders if client not in up_bytes]  # who never got so far had nothing to send
     published = publish(f, state, round, line.clock_s, aggregated, holders, up_bytes, unused)
-    return replace(published, ahead=ahead), line
+    return replace(published, ahead=next_ahead), line
 
 
 def invite(f: Federation, state: State, round: int) -> tuple[float, tuple[Group, ...]]:
@@ -97,7 +100,7 @@ def invited(groups: Sequence[Group]) -> list[int]:
 def encoded_updates(
     state: State, groups: Sequence[Group], shared: wire.Shared, known: Mapping[int | None, wire.Body]
 ) -> dict[int | None, wire.Body]:
-    """What a client lacks that holds a version, for each that somebody holds; their encoding is started."""
+    """`updates`, with those that are known; the encoding of the others is started."""
     new = updates(state, groups, shared, known)
     wire.encode_positions([*new.values()])
     return {**known, **new}
@@ -106,7 +109,7 @@ def encoded_updates(
 def updates(
     state: State, groups: Sequence[Group], shared: wire.Shared, known: Iterable[int | None] = ()
 ) -> dict[int | None, wire.Body]:
-    """As `encoded_updates`, without those that are known, and before anything is encoded."""
+    """What a client lacks that holds a version, for each that somebody holds and that is not known."""
     return {
         base: wire.Body(
             Sparse.view(state.ledger.missing(base), state.weights), state.statistics, shared, sends_mask=True
@@ -176,7 +179,7 @@ def first_arrivals(
 
 
 def cohort(used: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The used clients of all groups, in their order."""
+    """The used clients of all groups, sorted."""
     return tuple(sorted(client for group in used for client in group))
 
 
@@ -272,7 +275,7 @@ def ask(uploads: Sequence[Upload], finite: Tensor) -> Callable[[], list[float]]:
     """The losses that are still on a device, and whether the update is made of numbers: asked for all at once, and to
     be called for the answers."""
     losses = [upload.loss for upload in uploads if isinstance(upload.loss, Tensor)]
-    answers = [torch.stack(losses).double()] if losses else []
+    answers = [torch.stack(losses).to(finite.device, torch.float64)] if losses else []
     copy = fetched(torch.cat([*answers, finite.double().view(1)]))
     return lambda: copy().tolist()
 
@@ -301,32 +304,38 @@ def look_ahead(
     long messages will be, so that a guess of who will train is mostly right; else the next round does it again."""
     if not works_by_itself(f.space.device):
         return None
-    round, there = state.round + 1, cohort(used)
+    there, round = cohort(used), state.round + 2
     ends_s = clock_s + max((trips[client].arrival_s for client in there), default=0.0)
     holders = [client for client, trip in trips.items() if trip.downloaded]
     try:
-        guess = publish(f, state, round, ends_s, aggregated, holders, dict.fromkeys(there, expected), ())
-        clock_s, groups = invite(f, guess, round + 1)
-        shared = wire.Shared(f.strategy.mask(guess.strategy, round + 1))
+        guess = publish(f, state, round - 1, ends_s, aggregated, holders, dict.fromkeys(there, expected), ())
+        then_s, groups = invite(f, guess, round)
+        shared = wire.Shared(f.strategy.mask(guess.strategy, round))
         missing = updates(guess, groups, shared)
-        f.engine.prepare(invited(groups), round + 1)
+        f.engine.prepare(invited(groups), round)
         wire.count_positions([*missing.values()])  # waits for the GPU
-        _ = aggregated.update.count  # the books ask for it, and the GPU would answer after the training
-        sizes = {client: wire.foresee(missing[guess.ledger.base(client)]) for client in invited(groups)}
-        trips = trips_of(f, clock_s, sizes, guess.up_bytes or expected)
-        used = [first_arrivals(f, group, groups, trips, round + 1) for group in groups]
-        training = begun(train(f, guess, used, shared, round + 1))
+        _ = aggregated.update.count  # for the books: later the GPU would answer after the training
+        training = {}
+        if not f.authors_arrivals:  # a draw among those who arrive is seldom guessed
+            sizes = {client: wire.foresee(missing[guess.ledger.base(client)]) for client in invited(groups)}
+            likely = trips_of(f, then_s, sizes, guess.up_bytes or expected)
+            first = [first_arrivals(f, group, groups, likely, round) for group in groups]
+            training[cohort(first)] = started(train(f, guess, first, shared, round))
         with overtaking(f.space.device, "encoding"):
             wire.encode_positions([*missing.values()])
-    except Exception:  # nobody will be online, no room, whatever it is: the next round finds out when it matters
-        return None
-    return Ahead(guess.weights, guess.strategy, shared, missing, {cohort(used): training})
+    except (GlueFLError, torch.cuda.OutOfMemoryError):
+        return None  # nobody will be online, as far as can be told, or there is no room
+    except Exception as error:
+        warnings.warn(f"the next round could not be begun while this one ends: {error!r}", stacklevel=2)
+        return None  # if it matters then, that round says so
+    return Ahead(f, guess, shared, missing, training)
 
 
-def begun(some: Iterator[T]) -> Iterator[T]:
+def started(some: Iterable[T]) -> Iterator[T]:
     """The same, after whatever the first of them needs was started."""
-    first = next(some, None)
-    return some if first is None else chain([first], some)
+    rest = iter(some)
+    first = next(rest, None)
+    return rest if first is None else chain([first], rest)
 
 
 def publish(

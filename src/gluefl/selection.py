@@ -109,6 +109,12 @@ class Sparse:
             self._mask = mask  # not before it is filled: another thread may be asking
         return self._mask
 
+    def release(self) -> None:
+        """Forget the values, if they take room on a GPU: nobody will ask for them."""
+        if not self.listed:
+            for name in ("_vector", "values"):
+                vars(self).pop(name, None)
+
     def dense(self) -> Tensor:
         """The vector, zero where nothing is present."""
         return self.add_to(torch.zeros(self.size, dtype=self.values.dtype, device=self.values.device))

@@ -47,7 +47,7 @@ class LocalEngine:
     ) -> Iterator[Outcome]:
         """One outcome per client."""
         ready = {client: self.ready[round, client] for client in clients if (round, client) in self.ready}
-        for key in [key for key in self.ready if key[0] < round]:  # their data need not be kept
+        for key in [key for key in self.ready if key[0] < round]:  # of this one other clients may be trained yet
             del self.ready[key]
         samples = self._samples([client for client in clients if client not in ready])
         jobs = [ready.get(client) or self._job(client, round, samples[client]) for client in clients]

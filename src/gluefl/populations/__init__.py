@@ -56,7 +56,7 @@ class Population(Protocol):
         ...
 
     def transform(self, inputs: Tensor) -> Tensor:
-        """Raw inputs to model inputs (float32, normalised), on the device they are on."""
+        """Raw inputs to model inputs (float32, normalised), on the device they are on; the same ones every time."""
         ...
 
 

@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Trainer(Protocol):
-    """Trains a cohort. Outcomes may come in any order."""
+    """Trains a cohort. Outcomes may come in any order; between two of them somebody may evaluate the same module."""
 
     def train(
         self,

@@ -75,18 +75,18 @@ def _hand_out_apart(
     """Where something has to be asked of the GPU. It is waited for first: a thread that waits in the middle of a copy
     keeps all others from starting anything."""
     under_way.synchronize()
-    try:
-        with torch.cuda.stream(stream):
-            return _hand_out_from_gpu(owners)
-    except torch.cuda.OutOfMemoryError:
-        return {}
+    with torch.cuda.stream(stream):
+        return _hand_out_from_gpu(owners)
 
 
 def _hand_out_from_gpu(owners: Sequence[HasPositions]) -> Handed:
     """Here and now. Many at a time leave the GPU, where every call counts."""
     handed: Handed = {}
     for chunk in _chunks(owners):
-        laid_out = lay_out_together(chunk)
+        try:
+            laid_out = lay_out_together(chunk)
+        except torch.cuda.OutOfMemoryError:
+            break  # who asks for the positions makes them one by one
         wait_for(chunk[0].shared_mask.device)
         handed |= _on_all_cores(chunk, [partial(_squeeze, *one) for one in laid_out()])
     return handed
