@@ -197,18 +197,21 @@ def _gaps(mask: Tensor, count: int) -> bytes | memoryview:
 
 
 def _varints(positions: np.ndarray) -> bytes:
-    gaps = np.diff(positions, prepend=-1) - 1
-    longer = [np.flatnonzero(gaps >= 1 << (7 * i)) for i in range(1, LONGEST_VARINT)]  # few of them
-    if not longer[0].size:
-        return gaps.astype(np.uint8).tobytes()
-    lengths = np.ones(gaps.size, np.int64)
-    for some in longer:
-        lengths[some] += 1
-    starts = np.cumsum(lengths) - lengths
-    varints = np.zeros(int(lengths.sum()), np.uint8)
-    for i, some in enumerate([np.arange(gaps.size), *longer]):
-        varints[starts[some] + i] = (gaps[some] >> (7 * i)) & 0x7F | (lengths[some] > i + 1) << 7
-    return varints.tobytes()
+    gaps = np.diff(positions, prepend=-1)
+    gaps -= 1
+    first, long = gaps.astype(np.uint8), np.flatnonzero(gaps > 0x7F)  # few need a second byte, fewer a third
+    if not long.size:
+        return first.tobytes()
+    first[long] |= 0x80
+    rest, places, further = gaps[long] >> 7, [], []
+    while long.size:
+        goes_on = rest > 0x7F
+        places.append(long + 1)
+        further.append((rest & 0x7F | goes_on << 7).astype(np.uint8))
+        long, rest = long[goes_on], rest[goes_on] >> 7
+    at = np.concatenate(places)
+    order = np.argsort(at, kind="stable")
+    return np.insert(first, at[order], np.concatenate(further)[order]).tobytes()
 
 
 def count_rows(masks: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
