@@ -8,7 +8,7 @@ notes when it gets there. Nothing is waited for until all rounds are over: on a 
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ SHOWN_MS = 0.2  # shorter ones are not
 
 
 class Timeline(Stopwatch):
-    """Notes when a part began and ended, for the host and for the GPU."""
+    """Notes when a part began and ended, for the host and for the GPU. One for all rounds: what a round has begun of
+    the next belongs to one federation."""
 
     def __init__(self, on_gpu: bool) -> None:
         super().__init__(lambda: None)
         self.on_gpu = on_gpu
-        self.notes: list[tuple[str, float, float, Any, Any]] = []
+        self.notes: list[tuple[str, float, float, Any, Any]] = []  # of the round that goes on
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -48,23 +49,24 @@ class Timeline(Stopwatch):
         moment.record()
         return moment
 
-    def start(self) -> None:
+    def zero(self) -> Any:
         """Now. The GPU may still be busy: it notes the moment in a stream in which nothing is before it."""
-        self.zero = None
-        if self.on_gpu:
-            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-                self.zero = self.moment()
-        self.began = self.end = time.perf_counter()
+        if not self.on_gpu:
+            return None
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            return self.moment()
 
-    def show(self, round: int) -> None:
-        """Milliseconds since the round began."""
-        began, zero = self.began, self.zero
-        print(f"round {round}: {1000 * (self.end - began):.1f} ms")
-        for name, start, end, *moments in sorted(self.notes, key=lambda note: note[1]):
-            if 1000 * (end - start) >= SHOWN_MS:
-                line = f"  {name:<22} host {1000 * (start - began):8.2f} – {1000 * (end - began):8.2f}"
-                gpu = [zero.elapsed_time(moment) for moment in moments] if zero else []
-                print(line + ("   GPU {:8.2f} – {:8.2f}".format(*gpu) if gpu else ""))
+
+def show(
+    round: int, notes: Sequence[tuple[str, float, float, Any, Any]], began: float, ended: float, zero: Any
+) -> None:
+    """Milliseconds since the round began."""
+    print(f"round {round}: {1000 * (ended - began):.1f} ms")
+    for name, start, end, *moments in sorted(notes, key=lambda note: note[1]):
+        if 1000 * (end - start) >= SHOWN_MS:
+            line = f"  {name:<22} host {1000 * (start - began):8.2f} – {1000 * (end - began):8.2f}"
+            gpu = [zero.elapsed_time(moment) for moment in moments] if zero else []
+            print(line + ("   GPU {:8.2f} – {:8.2f}".format(*gpu) if gpu else ""))
 
 
 def main() -> None:
@@ -84,17 +86,17 @@ def main() -> None:
         federation, state = setting(options.device, options.model, 1.3, Path(folder), devices)
         for _ in range(WARM_UP if on_gpu else 1):
             state, _ = round_module.play(federation, state)
-        timelines = []
-        for _ in range(options.rounds):
-            timeline = Timeline(on_gpu)
-            with watched(federation, timeline) as seen:
-                timeline.start()
+        rounds, timeline = [], Timeline(on_gpu)
+        with watched(federation, timeline) as seen:
+            state, _ = round_module.play(seen, state)  # nothing was begun for this one
+            for _ in range(options.rounds):
+                timeline.notes = []
+                zero, began = timeline.zero(), time.perf_counter()
                 state, _ = round_module.play(seen, state)
-                timeline.end = time.perf_counter()
-            timelines.append((state.round, timeline))
+                rounds.append((state.round, timeline.notes, began, time.perf_counter(), zero))
         settle()
-        for number, timeline in timelines:
-            timeline.show(number)
+        for one in rounds:
+            show(*one)
 
 
 if __name__ == "__main__":

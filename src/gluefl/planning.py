@@ -147,20 +147,18 @@ def plan(
         variance = variance_factor(clients, cohort, size, sticky)
         return Candidate(size, sticky, variance, share, share * variance**variance_exponent)
 
-    whole_pair = sticky_size is not None and sticky_cohort is not None
-    given = (None, None) if whole_pair else (sticky_size, sticky_cohort)  # a pair is compared with all others
+    pair = (sticky_size, sticky_cohort) if sticky_size is not None and sticky_cohort is not None else None
+    given = (sticky_size, sticky_cohort) if pair is None else (None, None)  # a pair is compared with all others
     pairs = _pairs(clients, cohort, *given, over_commitment, online_share)
     ranked = sorted((candidate(*pair) for pair in pairs), key=lambda found: found.cost)
-    if sticky_size is not None and sticky_cohort is not None:
-        Sticky(cohort, sticky_size, sticky_cohort, over_commitment=over_commitment).check(clients)
-        chosen = candidate(sticky_size, sticky_cohort)
-    elif ranked:
-        chosen = ranked[0]
-    else:
+    if pair is not None:
+        Sticky(cohort, *pair, over_commitment=over_commitment).check(clients)
+    elif not ranked:
         raise UsageError(
             f"no sticky group fits N = {clients}, K = {cohort} with {online_share:.0%} of the clients online: "
             "lower the cohort, or sample uniformly."
         )
+    chosen = ranked[0] if pair is None else candidate(*pair)
     uniform = download_share(staleness(Uniform(cohort, over_commitment=over_commitment), clients, rounds), missing)
     sizes = (clients, cohort, chosen.sticky_size, chosen.sticky_cohort)
     down_bytes = None if parameters is None else 4 * parameters * chosen.download_share

@@ -166,19 +166,15 @@ def grouped(
     sizes = np.bincount(found.owners[owned], minlength=len(found.names))
     kept = enough(sizes, min_samples)
     rng = stream(seed, "held out")
-    if held_out == "clients":
-        aside = rng.permutation(kept)[: max(1, round(test_fraction * len(kept)))]
-        kept = np.setdiff1d(kept, aside)
-    kept = first(kept, clients, f"{where} with at least {min_samples} samples")
-    if official:
-        test_rows = np.flatnonzero(found.official)
-    elif held_out == "clients":
-        test_rows = np.flatnonzero(np.isin(found.owners, aside))
-    else:
+    aside = rng.permutation(kept)[: max(1, round(test_fraction * len(kept)))] if held_out == "clients" else kept[:0]
+    kept = first(np.setdiff1d(kept, aside), clients, f"{where} with at least {min_samples} samples")
+    if held_out == "samples":
         # Draws do not depend on `clients`: a smaller population holds out the same samples.
         test_rows = _share_of_each(owned, found.owners[owned], rng.random(len(owned)), sizes, test_fraction)
         test_rows = test_rows[np.isin(found.owners[test_rows], kept)]
         owned = np.setdiff1d(owned, test_rows, assume_unique=True)
+    else:
+        test_rows = np.flatnonzero(found.official if official else np.isin(found.owners, aside))
     if not len(test_rows):
         raise DataError(f"{where}: nothing is left for a test set; raise test_fraction above {test_fraction}")
     rows, offsets = _rows_of(kept, owned, found.owners, len(found.names))

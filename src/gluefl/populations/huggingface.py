@@ -57,10 +57,11 @@ def load(
     else:
         dataset, test_dataset = _opened(dataset, split, test_split, test_dataset)
         parts = [(None, dataset)]
-    parts += [] if test_dataset is None else [(None, test_dataset)]
     read = _Read(input_column, label_column, owner_column, channels, image_size, files.Broken(skip_broken))
-    for position, (number, rows) in enumerate(parts):
-        read.part(rows, number, official=test_dataset is not None and position == len(parts) - 1)
+    for number, rows in parts:
+        read.part(rows, number, official=False)
+    if test_dataset is not None:
+        read.part(test_dataset, None, official=True)
     if not read.labels:
         raise DataError(f"the dataset holds no readable sample ({read.broken.count} broken)")
     names, numbers = _numbered(read.labels, parts[0][1], label_column)
