@@ -7,13 +7,12 @@ the same update, and when quantised updates tie massively the mask is not pinned
 import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gluefl import kernels
 from gluefl.errors import GlueFLError
@@ -21,7 +20,6 @@ from gluefl.errors import GlueFLError
 MASK_32 = 0xFFFFFFFF
 SAMPLE = 1 << 14  # of a long vector, at most
 LONG = 5000
-_counted: Any = WeakIdKeyDictionary()  # mask on a GPU → its version and its count
 
 
 class Sparse:
@@ -185,6 +183,7 @@ def add_all(vector: Tensor, parts: Sequence[Sparse], weights: Sequence[float]) -
     return vector
 
 
+@cache
 def count(fraction: float, size: int) -> int:
     """⌊fraction·size⌋ on the decimal the user wrote: 0.2 of 10 is 2, whatever binary floats say."""
     return int(Fraction(str(fraction)) * size)
@@ -255,22 +254,28 @@ def count_true(mask: Tensor) -> int:
 
 def known_count(mask: Tensor) -> int | None:
     """As `count_true`, if somebody has told: on a GPU, where to count is to wait."""
-    version, found = _counted.get(mask, (None, 0))
+    version, found = vars(mask).get("counted", (None, 0))
     return int(found) if version == mask._version else None
 
 
 def outside(mask: Tensor) -> Tensor:
-    """The positions at which a mask does not hold, as a mask."""
+    """The positions at which a mask does not hold, as a mask; not to be written to. On a GPU every client of a round
+    asks for the same one, and to start another kernel takes as long as all that it does: it is remembered."""
+    version, rest = vars(mask).get("outside", (None, None))
+    if isinstance(rest, Tensor) and version == mask._version:
+        return rest
     rest, count = ~mask, known_count(mask)
     if count is not None:
         remember_count(rest, mask.numel() - count)
+    if mask.is_cuda:
+        vars(mask)["outside"] = mask._version, rest
     return rest
 
 
 def remember_count(mask: Tensor, count: int) -> None:
     """Somebody has counted at how many positions a mask holds."""
     if mask.is_cuda:
-        _counted[mask] = (mask._version, count)
+        vars(mask)["counted"] = mask._version, count
 
 
 def uniform_mask(size: int, value: bool, device: torch.device) -> Tensor:

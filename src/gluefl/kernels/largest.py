@@ -6,7 +6,14 @@ itself, from the counts of the passes before, how the threshold begins.
 
 Of a long vector only what is near the threshold goes through them: a sample tells roughly where it lies, and one
 pass counts what is above and lists what is near. Should the threshold lie elsewhere, all values go through them.
+
+To start nine kernels takes the host several times as long as the GPU takes to run them, and a round asks for the
+largest of every client: so the passes over a vector of some length are captured once, as a CUDA graph, and then
+started together.
 """
+
+import threading
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,7 +27,10 @@ LONG = 1 << 22  # values; of fewer, all go through the passes: to launch two ker
 SAMPLE = 1 << 12  # of a long vector
 LISTED = 4  # a list of what is near has room for every fourth value
 PROGRAMS = 528  # of one pass, at most: four for each multiprocessor of an H200
-COUNTED = ["keep", "size", "room", "start", "salt"]
+CAPTURED = 1 << 18  # values; of fewer, which come in many lengths, the passes are started one by one
+MOST_CAPTURED = 8  # lengths, with or without a choice of who is eligible: each keeps room for vector, lists and mask
+COUNTED = ["size", "room"]
+KEEP, START, SALT = (tl.constexpr(i) for i in range(3))  # what is asked for, in a tensor: it is not part of a graph
 
 # What the passes tell each other: the threshold, how many that have it are needed, how many do, how many were listed,
 # the last turn of those taken; the lowest and the highest that is near, how many are above, and how many are near.
@@ -66,8 +76,9 @@ def _turn(at, start, salt):
 
 
 @triton.jit(do_not_specialize=COUNTED)
-def _window_kernel(values, among, found, keep, size, AMONG: tl.constexpr, SAMPLE: tl.constexpr):
+def _window_kernel(values, among, asked, found, size, AMONG: tl.constexpr, SAMPLE: tl.constexpr):
     """Between which magnitudes the threshold lies, as far as a sample can tell: the bits of both, from the highest."""
+    keep = tl.load(asked + KEEP)
     i = tl.arange(0, SAMPLE)
     stride = size // SAMPLE
     at = i * stride + ((_turn(i, 0, keep) >> 1).to(tl.int32) % stride)  # one of every stretch, wherever
@@ -130,9 +141,9 @@ def _candidates(values, among, near, i, is_near, count, size, room, AMONG: tl.co
 
 @triton.jit(do_not_specialize=COUNTED)
 def _digits_kernel(
-    values, among, near, counts, found, keep, size, room, LEVEL: tl.constexpr, AMONG: tl.constexpr, BLOCK: tl.constexpr
+    values, among, near, counts, asked, found, size, room, LEVEL: tl.constexpr, AMONG: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    is_near, need, count = _source(found, keep, size, room)
+    is_near, need, count = _source(found, tl.load(asked + KEEP), size, room)
     begins = 0
     if tl.program_id(0) * BLOCK < count:
         for level in tl.static_range(LEVEL):
@@ -156,10 +167,13 @@ def _digits_kernel(
 
 @triton.jit(do_not_specialize=COUNTED)
 def _ties_kernel(
-    values, among, near, counts, found, ties, keep, size, room, start, salt, AMONG: tl.constexpr, BLOCK: tl.constexpr
+    values, among, near, counts, asked, found, ties, size, room, AMONG: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The threshold, how many that have it are needed and how many do; where those are more, the turns of all of them,
     in whatever order."""
+    keep = tl.load(asked + KEEP)
+    start = tl.load(asked + START)
+    salt = tl.load(asked + SALT)
     is_near, need, count = _source(found, keep, size, room)
     if tl.program_id(0) * BLOCK < count:
         tied = keep
@@ -208,12 +222,13 @@ def _last_kernel(counts, found, ties, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTED)
 def _mask_kernel(
-    values, among, found, mask, size, start, salt, AMONG: tl.constexpr, BLOCK: tl.constexpr
+    values, among, asked, found, mask, size, AMONG: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits, eligible = _magnitudes(values, among, at, size, AMONG)
     threshold = tl.load(found + THRESHOLD)
-    taken = _turn(at, start, salt) >= tl.load(found + TURN).to(tl.uint32, bitcast=True)
+    turn = _turn(at, tl.load(asked + START), tl.load(asked + SALT))
+    taken = turn >= tl.load(found + TURN).to(tl.uint32, bitcast=True)
     chosen = eligible & ((bits > threshold) | ((bits == threshold) & taken))
     tl.store(mask + at, chosen.to(tl.uint8), mask=at < size)
 
@@ -225,28 +240,94 @@ def largest(
     """A mask of the `keep` largest magnitudes of float32 values; among equals the lowest hash of `start` + position,
     salted, goes first. Where fewer are eligible all of them are taken. A value that is not a number is largest."""
     size = values.numel()
-    mask = torch.empty(size, dtype=torch.bool, device=values.device)
     if keep <= 0 or not size:
-        return mask.zero_()
-    values, room = values.contiguous(), size // LISTED if size >= long else 0
+        return torch.zeros(size, dtype=torch.bool, device=values.device)
+    asked = keep, start, salt - ((salt >> 31) << 32)  # the same bits, as signed numbers
+    if values.is_cuda and size >= CAPTURED and (block, sample, long) == (BLOCK, SAMPLE, LONG):
+        with _lock:
+            graph = _graph_for(values, among)
+            if graph is not None:
+                return graph.largest(values, asked, among)
+    there = torch.tensor(asked, dtype=torch.int32, device=values.device)
+    return _passes(values.contiguous(), there, among, block, sample, long)
+
+
+def _passes(
+    values: Tensor, asked: Tensor, among: Tensor | None, block: int = BLOCK, sample: int = SAMPLE, long: int = LONG
+) -> Tensor:
+    size = values.numel()
+    mask = torch.empty(size, dtype=torch.bool, device=values.device)
+    room = size // LISTED if size >= long else 0
     counts = torch.zeros(2 * LEVELS * DIGITS + FOUND.value, dtype=torch.int32, device=values.device)
     digits, turns, found = counts.split([LEVELS * DIGITS, LEVELS * DIGITS, FOUND.value])
     near, ties = torch.empty(2 * room + size, dtype=torch.int32, device=values.device).split([2 * room, size])
     eligible = values if among is None else among.contiguous().view(torch.uint8)
-    salt -= (salt >> 31) << 32  # the same bits, as a signed number
     options = {"AMONG": among is not None, "num_warps": 8}
     blocks = triton.cdiv(size, block)
     few = (min(blocks, PROGRAMS),)
     if size >= long:
-        _window_kernel[(1,)](values, eligible, found, keep, size, SAMPLE=sample, **options)
+        _window_kernel[(1,)](values, eligible, asked, found, size, SAMPLE=sample, **options)
         _near_kernel[(blocks,)](values, eligible, found, near, size, room, BLOCK=block, **options | {"num_warps": 4})
     for level in range(LEVELS):
         _digits_kernel[few](
-            values, eligible, near, digits, found, keep, size, room, LEVEL=level, BLOCK=block, **options
+            values, eligible, near, digits, asked, found, size, room, LEVEL=level, BLOCK=block, **options
         )
-    _ties_kernel[few](
-        values, eligible, near, digits, found, ties, keep, size, room, start, salt, BLOCK=block, **options
-    )
+    _ties_kernel[few](values, eligible, near, digits, asked, found, ties, size, room, BLOCK=block, **options)
     _last_kernel[(1,)](turns, found, ties, BLOCK=block)
-    _mask_kernel[(blocks,)](values, eligible, found, mask.view(torch.uint8), size, start, salt, BLOCK=block, **options)
+    _mask_kernel[(blocks,)](values, eligible, asked, found, mask.view(torch.uint8), size, BLOCK=block, **options)
     return mask
+
+
+_lock = threading.Lock()
+_graphs: "dict[tuple[object, ...], Graph | None]" = {}  # None: it could not be captured
+
+
+@dataclass
+class Graph:
+    """The passes over a vector, started together: they read and write the same tensors every time."""
+
+    values: Tensor
+    among: Tensor | None
+    asked: Tensor
+    mask: Tensor
+    graph: "torch.cuda.CUDAGraph"
+    told: tuple[int, int, int] | None = None  # what `asked` holds
+    copied: tuple[Tensor, int] | None = None  # what `among` is a copy of, and its version
+
+    def largest(self, values: Tensor, asked: tuple[int, int, int], among: Tensor | None) -> Tensor:
+        """As `largest`. All clients of a round ask for as many among the same."""
+        self.values.copy_(values)
+        if among is not None and self.among is not None and not self._holds(among):
+            self.among.copy_(among)
+            self.copied = among, among._version
+        if asked != self.told:
+            self.asked.copy_(torch.tensor(asked, dtype=torch.int32, pin_memory=True), non_blocking=True)
+            self.told = asked
+        self.graph.replay()
+        return self.mask.clone()
+
+    def _holds(self, among: Tensor) -> bool:
+        return self.copied is not None and self.copied[0] is among and self.copied[1] == among._version
+
+
+def _graph_for(values: Tensor, among: Tensor | None) -> Graph | None:
+    """Captured when it is first needed; in every stream another, because they share no tensors."""
+    key = (values.device, torch.cuda.current_stream(values.device).cuda_stream, values.numel(), among is None)
+    if key not in _graphs and len(_graphs) < MOST_CAPTURED:
+        _graphs[key] = _capture(values.clone(), None if among is None else among.clone())
+    return _graphs.get(key)
+
+
+def _capture(values: Tensor, among: Tensor | None) -> Graph | None:
+    asked = torch.tensor([1, 0, 0], dtype=torch.int32, device=values.device)
+    side, graph = torch.cuda.Stream(values.device), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream(values.device))
+    try:
+        with torch.cuda.stream(side):
+            _passes(values, asked, among)  # compiles
+        torch.cuda.current_stream(values.device).wait_stream(side)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may be encoding
+            mask = _passes(values, asked, among)
+    except RuntimeError:  # no room, too: the passes are started one by one
+        return None
+    return Graph(values, among, asked, mask, graph)
