@@ -167,10 +167,11 @@ def test_cpu_and_gpu_choose_the_same(rounded) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [300_000, 5_000_000])
-def test_passes_that_were_captured_give_the_same_masks(size) -> None:
+def test_passes_that_were_captured_give_the_same_masks(size, monkeypatch) -> None:
     """Whatever is asked for, one after the other: nothing is left of what was asked for before."""
     from gluefl.kernels import largest
 
+    monkeypatch.setattr(largest, "_graphs", {})
     generator = torch.Generator().manual_seed(1)
     among, found = torch.rand(size, generator=generator) < 0.8, []
     for step in range(8):
@@ -186,8 +187,25 @@ def test_passes_that_were_captured_give_the_same_masks(size) -> None:
         if step == 6:
             there.logical_not_()  # in place: it is another choice
             among = ~among
+    two = [size // 7, size // 9], [size // 2, size // 2]  # of one length: only where they begin is different
+    found.append((top(values, *two, 9, among), top(values.cuda(), *two, 9, among.cuda())))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found.append((top(values, [7], [size], 3), top(values.cuda(), [7], [size], 3)))
     assert all(torch.equal(here, there.cpu()) for here, there in found)
-    assert sum(graph is not None for graph in largest._graphs.values()) >= 2
+    assert len(largest._graphs) == (4 if size // 2 >= largest.CAPTURED else 3)
+    assert None not in largest._graphs.values()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1000, 300_000])
+def test_top_k_asks_a_gpu_for_nothing(size) -> None:
+    values, among = torch.randn(size, device="cuda"), torch.rand(size, device="cuda") < 0.5
+    for turn in range(3):
+        torch.cuda.set_sync_debug_mode("error" if turn else "default")  # the first compiles and captures
+        try:
+            top(values, [size // 5], [size], turn, among)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

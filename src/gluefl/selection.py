@@ -204,11 +204,16 @@ def top(values: Tensor, keep: Sequence[int], sizes: Sequence[int], round: int, a
     tensor([False,  True,  True])
     """
     ends = np.cumsum(sizes).tolist()
-    some = zip(keep, [0, *ends], ends)
+    some = [*zip(keep, [0, *ends], ends)]
     if kernels.serve(values) and values.dtype == torch.float32:
         from gluefl.kernels.largest import largest
 
-        masks = [largest(values[a:b], k, a, _salt(round), None if among is None else among[a:b]) for k, a, b in some]
+        if len(some) == 1:  # as it is: who asks for many among the same is recognised
+            masks = [largest(values, keep[0], 0, _salt(round), among)]
+        else:
+            masks = [
+                largest(values[a:b], k, a, _salt(round), None if among is None else among[a:b]) for k, a, b in some
+            ]
     else:
         bits = _magnitude_bits(values)
         if among is not None:
@@ -262,9 +267,9 @@ def outside(mask: Tensor) -> Tensor:
     """The positions at which a mask does not hold, as a mask; not to be written to. On a GPU every client of a round
     asks for the same one, and to start another kernel takes as long as all that it does: it is remembered."""
     version, rest = vars(mask).get("outside", (None, None))
-    if isinstance(rest, Tensor) and version == mask._version:
-        return rest
-    rest, count = ~mask, known_count(mask)
+    count = known_count(mask)
+    if not isinstance(rest, Tensor) or version != mask._version:
+        rest = ~mask
     if count is not None:
         remember_count(rest, mask.numel() - count)
     if mask.is_cuda:

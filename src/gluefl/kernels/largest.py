@@ -12,6 +12,7 @@ largest of every client: so the passes over a vector of some length are captured
 started together.
 """
 
+import gc
 import threading
 from dataclasses import dataclass
 
@@ -248,8 +249,13 @@ def largest(
             graph = _graph_for(values, among)
             if graph is not None:
                 return graph.largest(values, asked, among)
-    there = torch.tensor(asked, dtype=torch.int32, device=values.device)
-    return _passes(values.contiguous(), there, among, block, sample, long)
+    return _passes(values.contiguous(), _moved(asked, values.device), among, block, sample, long)
+
+
+def _moved(asked: tuple[int, int, int], device: torch.device) -> Tensor:
+    """On its way to a GPU, which is not waited for: without pinned memory it would be."""
+    here = torch.tensor(asked, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return here.to(device, non_blocking=True)
 
 
 def _passes(
@@ -279,7 +285,7 @@ def _passes(
 
 
 _lock = threading.Lock()
-_graphs: "dict[tuple[object, ...], Graph | None]" = {}  # None: it could not be captured
+_graphs: "dict[tuple[object, ...], Graph | None]" = {}  # None: there was no room for it
 
 
 @dataclass
@@ -301,7 +307,7 @@ class Graph:
             self.among.copy_(among)
             self.copied = among, among._version
         if asked != self.told:
-            self.asked.copy_(torch.tensor(asked, dtype=torch.int32, pin_memory=True), non_blocking=True)
+            self.asked.copy_(_moved(asked, self.asked.device))
             self.told = asked
         self.graph.replay()
         return self.mask.clone()
@@ -314,20 +320,24 @@ def _graph_for(values: Tensor, among: Tensor | None) -> Graph | None:
     """Captured when it is first needed; in every stream another, because they share no tensors."""
     key = (values.device, torch.cuda.current_stream(values.device).cuda_stream, values.numel(), among is None)
     if key not in _graphs and len(_graphs) < MOST_CAPTURED:
-        _graphs[key] = _capture(values.clone(), None if among is None else among.clone())
+        _graphs[key] = _capture(values, among)
     return _graphs.get(key)
 
 
 def _capture(values: Tensor, among: Tensor | None) -> Graph | None:
-    asked = torch.tensor([1, 0, 0], dtype=torch.int32, device=values.device)
-    side, graph = torch.cuda.Stream(values.device), torch.cuda.CUDAGraph()
+    gc.collect()  # a graph that is collected while another is captured spoils it
+    side = torch.cuda.Stream(values.device)
     side.wait_stream(torch.cuda.current_stream(values.device))
+    graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(side):
+            values = values.clone(memory_format=torch.contiguous_format)
+            among = None if among is None else among.clone()
+            asked = torch.tensor([1, 0, 0], dtype=torch.int32, device=values.device)
             _passes(values, asked, among)  # compiles
-        torch.cuda.current_stream(values.device).wait_stream(side)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may be encoding
-            mask = _passes(values, asked, among)
-    except RuntimeError:  # no room, too: the passes are started one by one
-        return None
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # others may be encoding
+                mask = _passes(values, asked, among)
+    except torch.cuda.OutOfMemoryError:
+        return None  # the passes need less when they are started one by one
+    torch.cuda.current_stream(values.device).wait_stream(side)
     return Graph(values, among, asked, mask, graph)

@@ -170,8 +170,12 @@ class Stacked:
                     self._step(stack, sgd)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may be encoding
+            with (
+                torch.cuda.stream(side),  # so that a capture that fails does not leave us in its stream
+                torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),  # others may be encoding
+            ):
                 self._step(stack, sgd)
+            torch.cuda.current_stream().wait_stream(side)
             stack.graph = graph
         except torch.cuda.OutOfMemoryError:
             raise
