@@ -29,9 +29,11 @@ from gluefl.journal import Journal, Line, reached_round, summarise
 from gluefl.layout import Layout
 from gluefl.populations import Population
 from gluefl.populations.shelf import Shelf
+from gluefl.randomness import stream
 from gluefl.residuals import Residuals, room_on
 from gluefl.round import play
 from gluefl.sampling import Pool, Sampler, Uniform
+from gluefl.selection import Sparse
 from gluefl.server import Server
 from gluefl.strategies import Space, Strategy
 from gluefl.training import LocalSGD, Loss
@@ -205,19 +207,13 @@ def _summary(
 ) -> dict[str, Any]:
     everything = wire.Body(
         # The whole model in one message: what a client that holds nothing downloads under FedAvg.
-        update=_whole(f.space),
+        update=Sparse.full(torch.zeros(f.space.size)),
         statistics=torch.zeros(f.layout.statistics_size),
         shared=wire.Shared(f.space.mask(True)),
         sends_mask=True,
     )
     totals = summarise(journal.lines, target, average, wire.measure(everything))
     return {"strategy": type(strategy).__name__.lower(), "seed": seed, "parameters": f.space.size, **totals}
-
-
-def _whole(space: Space) -> Any:
-    from gluefl.selection import Sparse
-
-    return Sparse.full(torch.zeros(space.size))
 
 
 def _pool(population: Population, importance: str, devices: Devices | None) -> Pool:
@@ -269,8 +265,6 @@ def _same(old: str, new: str, folder: Path) -> None:
 
 
 def _percentiles(evaluator: Evaluator, state: State, population: Population, count: int, seed: int) -> dict[str, float]:
-    from gluefl.randomness import stream
-
     chosen = stream(seed, "percentiles").permutation(population.clients)[:count].tolist()
     found = evaluator.clients(state.weights, state.statistics, chosen)
     return {f"p{p}": float(np.percentile(found, p)) for p in (5, 10, 25, 50, 75, 90, 95)}
