@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,22 @@ class Loopback:
         path = self.work / "run" / "journal.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def rounds(self) -> int:
+        """How many were written down."""
+        return len(self.journal())
+
+    def used_after(self, node: int, round: int) -> bool:
+        """Whether a node was used in a round after this one."""
+        return any(
+            client == node and fate == "used"
+            for line in self.journal()[round:]
+            for client, fate in zip(line["clients"]["id"], line["clients"]["fate"])
+        )
+
+    def replica_times(self, node: int) -> dict[Path, float]:
+        """When a node's replica was written."""
+        return {path: path.stat().st_mtime for path in self.work.glob(f"device-{node}/*/*/replica.safetensors")}
+
     def replicas(self) -> dict[int, tuple[int, str]]:
         """Version and hash of every node's replica, as they lie on its disk."""
         found = {}
@@ -185,86 +201,77 @@ def bring_back(federation: Loopback, node: int) -> float:
     raise TimeoutError(f"node {node} did not come back")
 
 
+def kill_node_in_a_round(federation: Loopback, node: int, lose_disk: bool) -> dict[str, Any]:
+    """In the middle of a round: the node has just got its package and is about to train. How long everything took."""
+    at, seen = federation.rounds(), federation.replica_times(node)
+    federation.wait(f"node {node} to be invited", lambda: federation.replica_times(node) != seen, 600)
+    began, killed_at = time.monotonic(), federation.rounds() + 1
+    federation.kill(f"node-{node}")
+    if lose_disk:
+        shutil.rmtree(federation.work / f"device-{node}")
+    federation.wait("the round to go on", lambda: federation.rounds() >= killed_at, 300)
+    went_on = time.monotonic() - began
+    bring_back(federation, node)
+    back = time.monotonic() - began
+    used = federation.wait(f"node {node} to be used again", lambda: federation.used_after(node, killed_at), 900)
+    return {
+        "killed_in_round": killed_at,
+        "round_ended_after_s": round(went_on, 1),
+        "node_back_after_s": round(back, 1),
+        "used_again_after_s": round(back + used, 1),
+        "rounds_before": at,
+        "incidents": [i for line in federation.journal()[killed_at - 1 :] for i in line["incidents"]],
+    }
+
+
+def kill_server(federation: Loopback, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """SuperLink and ServerApp, after which the run is taken up."""
+    before, began = federation.rounds(), time.monotonic()
+    federation.kill("superlink")
+    federation.kill("run")
+    federation.start_superlink()
+    federation.run(**settings)
+    federation.wait("the next round", lambda: federation.rounds() > before, 300)
+    return {"killed_after_round": before, "next_round_after_s": round(time.monotonic() - began, 1)}
+
+
+def outcome(federation: Loopback, rounds: int) -> dict[str, Any]:
+    """Whether every round was written once, and who holds what."""
+    lines = federation.journal()
+    return {
+        "rounds_written": [line["round"] for line in lines] == list(range(1, rounds + 1)),
+        "used_per_round": [line["used"] for line in lines],
+        "replicas": {node: version for node, (version, _) in sorted(federation.replicas().items())},
+        "wrong_replicas": federation.wrong_replicas(),
+        "refused": [i for line in lines for i in line["incidents"] if i["what"] == "refused"],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--work", type=Path, default=None, help="keep keys, logs and journals here")
     options = parser.parse_args()
-    work = options.work or Path(tempfile.mkdtemp(prefix="gluefl-kills-"))
+    work = (options.work or Path(tempfile.mkdtemp(prefix="gluefl-kills-"))).absolute()
     work.mkdir(parents=True, exist_ok=True)
-    federation = Loopback(work.absolute(), nodes=5)
+    federation = Loopback(work, nodes=5)
     settings = {
         "num_server_rounds": options.rounds,
         "cohort": 3,
         "sticky_size": 3,
         "sticky_cohort": 2,
-        "out": str(work.absolute() / "run"),
+        "out": str(work / "run"),
     }
     report: dict[str, Any] = {"rounds": options.rounds}
-
-    def rounds() -> int:
-        return len(federation.journal())
-
-    def kill_in_a_round(node: int, lose_disk: bool, name: str) -> None:
-        # In the middle of a round: the node has just got its package and is about to train.
-        at = rounds()
-        seen = {path: path.stat().st_mtime for path in work.glob(f"device-{node}/*/*/replica.safetensors")}
-        federation.wait(
-            f"node {node} to be invited",
-            lambda: {p: p.stat().st_mtime for p in work.glob(f"device-{node}/*/*/replica.safetensors")} != seen,
-            600,
-        )
-        began, killed_at = time.monotonic(), rounds() + 1
-        federation.kill(f"node-{node}")
-        if lose_disk:
-            shutil.rmtree(work / f"device-{node}")
-        federation.wait("the round to go on", lambda: rounds() >= killed_at, 300)
-        went_on = time.monotonic() - began
-        bring_back(federation, node)
-        back = time.monotonic() - began
-        used = federation.wait(f"node {node} to be used again", lambda: used_since(node, killed_at), 900)
-        report[name] = {
-            "killed_in_round": killed_at,
-            "round_ended_after_s": round(went_on, 1),
-            "node_back_after_s": round(back, 1),
-            "used_again_after_s": round(back + used, 1),
-            "rounds_before": at,
-            "incidents": [i for line in federation.journal()[killed_at - 1 :] for i in line["incidents"]],
-        }
-
-    def used_since(node: int, round: int) -> bool:
-        return any(
-            client == node and fate == "used"
-            for line in federation.journal()[round:]
-            for client, fate in zip(line["clients"]["id"], line["clients"]["fate"])
-        )
-
     try:
         federation.start_all()
         federation.run(**settings)
-        federation.wait("three rounds", lambda: rounds() >= 3, 300)
-        kill_in_a_round(0, lose_disk=False, name="node, with its disk")
-        kill_in_a_round(1, lose_disk=True, name="node, without its disk")
-
-        before, began = rounds(), time.monotonic()
-        federation.kill("superlink")
-        federation.kill("run")
-        federation.start_superlink()
-        federation.run(**settings)
-        federation.wait("the next round", lambda: rounds() > before, 300)
-        report["SuperLink and ServerApp"] = {
-            "killed_after_round": before,
-            "next_round_after_s": round(time.monotonic() - began, 1),
-        }
-        federation.wait("the last round", lambda: rounds() >= options.rounds, 3600)
-        lines = federation.journal()
-        report |= {
-            "rounds_written": [line["round"] for line in lines] == list(range(1, options.rounds + 1)),
-            "used_per_round": [line["used"] for line in lines],
-            "replicas": {node: version for node, (version, _) in sorted(federation.replicas().items())},
-            "wrong_replicas": federation.wrong_replicas(),
-            "refused": [i for line in lines for i in line["incidents"] if i["what"] == "refused"],
-        }
+        federation.wait("three rounds", lambda: federation.rounds() >= 3, 300)
+        report["node, with its disk"] = kill_node_in_a_round(federation, 0, lose_disk=False)
+        report["node, without its disk"] = kill_node_in_a_round(federation, 1, lose_disk=True)
+        report["SuperLink and ServerApp"] = kill_server(federation, settings)
+        federation.wait("the last round", lambda: federation.rounds() >= options.rounds, 3600)
+        report |= outcome(federation, options.rounds)
     finally:
         federation.stop()
     print(json.dumps(report, indent=2))
