@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gluefl.channel import Channel, Encoded, Parcel
-from gluefl.federation import Federation, State, start
+from gluefl.clients.residuals import Residuals
+from gluefl.clients.rules import Outcome
+from gluefl.core.federation import Federation, State, start
+from gluefl.core.optimizer import Server
+from gluefl.core.sampling import Pool
 from gluefl.fleet import Instant, Trip
-from gluefl.layout import Layout
-from gluefl.residuals import Residuals
-from gluefl.sampling import Pool
-from gluefl.server import Server
+from gluefl.simulation.channel import Channel, Encoded, Parcel
 from gluefl.strategies import Space
-from gluefl.training import Outcome
+from gluefl.vectors.layout import Layout
 from stubs import dyadic, mlp
 
 RUN = b"test run"

@@ -10,7 +10,7 @@ import torch
 
 from gluefl import GlueFL, LocalSGD, Sticky, train
 from gluefl.errors import GlueFLError
-from gluefl.run import Options, Result
+from gluefl.simulation.run import Options, Result
 from stubs import Blobs, mlp
 
 ROUNDS, KILLED_AT = 20, 7

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from federations import federation
 from gluefl import GlueFL, Sticky
-from gluefl import round as round_module
-from gluefl.bench.profile import STEPS, Marks, Stopwatch, idle_by_part, watched
+from gluefl.experiments.bench.profile import STEPS, Marks, Stopwatch, idle_by_part, watched
 from gluefl.fleet import Fleet
+from gluefl.simulation import round as round_module
 
 
 def test_a_watched_round_is_the_same_round_and_all_its_parts_are_seen() -> None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from federations import LAYOUT, Unreliable, federation
-from gluefl import APF, STC, FedAvg, GlueFL, Sticky, checkpoint
-from gluefl.channel import Measured
+from gluefl import APF, STC, FedAvg, GlueFL, Sticky
+from gluefl.clients.residuals import Residuals
+from gluefl.core.optimizer import Server
 from gluefl.errors import GlueFLError
-from gluefl.residuals import Residuals
-from gluefl.round import play
-from gluefl.server import Server
+from gluefl.simulation.channel import Measured
+from gluefl.simulation.round import play
+from gluefl.storage import checkpoint
 
 STRATEGIES = [
     FedAvg(),

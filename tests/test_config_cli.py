@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gluefl.cli import main
 from gluefl.config import Config, merged, read, to_toml, validated, variants, with_sets
 from gluefl.errors import UsageError
-from gluefl.journal import read as read_journal
+from gluefl.storage.journal import read as read_journal
 
 RUN_KEYS = [
     "strategy",

@@ -10,8 +10,8 @@ import gluefl
 from federations import Delivered, federation
 from gluefl import wire
 from gluefl.errors import MissingExtra
-from gluefl.round import play
-from gluefl.run import Options
+from gluefl.simulation.round import play
+from gluefl.simulation.run import Options
 from stubs import ROOT, Blobs, mlp
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")

@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from gluefl.engines.local import LocalEngine
+from gluefl.clients.engine import LocalEngine
+from gluefl.clients.rules import LocalSGD, Outcome
 from gluefl.errors import DataError
 from gluefl.populations import Samples
 from gluefl.populations.shelf import Shelf
-from gluefl.training import LocalSGD, Outcome
 from stubs import Blobs
 
 NOWHERE = torch.device("meta")  # tensors without values: as far away as a GPU
@@ -87,7 +87,7 @@ def test_what_is_wrong_with_data_is_said_when_it_is_trained_on() -> None:
 def test_threads_of_our_own_leave_the_others_theirs() -> None:
     program = """
 import threading, torch
-from gluefl.cores import beside, quiet_pool
+from gluefl.accel.cores import beside, quiet_pool
 before = torch.get_num_threads()
 inside = [quiet_pool(2).submit(torch.get_num_threads).result(), beside(torch.get_num_threads).result()]
 later = []

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gluefl.bench import fleet as bench
 from gluefl.errors import UsageError
+from gluefl.experiments.bench import fleet as bench
 from gluefl.fleet import Devices, Fleet, Instant
 from gluefl.fleet.availability import SLOT_S, Diurnal, online_fraction
 from gluefl.fleet.networks import percentiles

@@ -17,7 +17,7 @@ from gluefl import APF, STC, FedAvg, GlueFL, Server, Uniform, wire
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.flower import GlueFLMod, GlueFLStrategy, Sticky, content, exchange, nodes
 from gluefl.flower.arrays import Table
-from gluefl.selection import Sparse
+from gluefl.vectors.selection import Sparse
 
 SAMPLER = Uniform(cohort=4)
 

@@ -12,13 +12,13 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from federations import LAYOUT, RUN, Engine, federation
 from flower_nodes import Grid, Node, initial_arrays
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform
-from gluefl.channel import Encoded
-from gluefl.federation import start
+from gluefl.core.federation import start
 from gluefl.flower import GlueFLStrategy, exchange
 from gluefl.flower.arrays import Table
-from gluefl.layout import split
 from gluefl.randomness import stream
-from gluefl.round import play
+from gluefl.simulation.channel import Encoded
+from gluefl.simulation.round import play
+from gluefl.vectors.layout import split
 from stubs import mlp
 
 CLIENTS, ROUNDS = 12, 12

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gluefl.selection import Sparse, _magnitude_bits, _salt, _top, add_all
+from gluefl.vectors.selection import Sparse, _magnitude_bits, _salt, _top, add_all
 from gluefl.wire import positions
 
 if not torch.cuda.is_available():
@@ -34,7 +34,7 @@ VALUES = {
 @pytest.mark.parametrize("size", [1, 63, 1000, pytest.param(100_003, marks=pytest.mark.gpu)])
 def test_the_largest_are_those_of_numpy(size, kind, among, block, sample) -> None:
     """With a sample of a few the threshold is often not where it should be, and nearly all are alike in one kind."""
-    from gluefl.kernels.largest import largest
+    from gluefl.accel.kernels.largest import largest
 
     rng = np.random.default_rng(size)
     values = torch.from_numpy(VALUES[kind](rng, size).astype(np.float32))
@@ -53,7 +53,7 @@ def test_the_largest_are_those_of_numpy(size, kind, among, block, sample) -> Non
 @pytest.mark.parametrize("present", [True, False])
 @pytest.mark.parametrize("size", [1, 64, 65, 20_000])
 def test_gaps_are_those_of_numpy(size, present, known) -> None:
-    from gluefl.kernels.positions import gaps
+    from gluefl.accel.kernels.positions import gaps
 
     rng = np.random.default_rng(size)
     masks = torch.from_numpy(rng.random((5, size)) < np.array([[0.0], [0.0005], [0.05], [0.6], [1.0]]))
@@ -71,7 +71,7 @@ def test_gaps_are_those_of_numpy(size, present, known) -> None:
 
 def test_the_longest_varints_have_room() -> None:
     """Gaps of 128, two bytes each, and nothing else."""
-    from gluefl.kernels.positions import gaps
+    from gluefl.accel.kernels.positions import gaps
 
     mask = torch.arange(1, 129 * 50 + 1) % 129 == 0
     data, lengths = gaps(mask.unsqueeze(0).to(DEVICE), None, True, [50], block=64, short=64)
@@ -81,7 +81,7 @@ def test_the_longest_varints_have_room() -> None:
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("size", [1, 8, 9, 1000])
 def test_bitmaps_are_those_of_numpy(size, known) -> None:
-    from gluefl.kernels.positions import bitmaps
+    from gluefl.accel.kernels.positions import bitmaps
 
     rng = np.random.default_rng(size)
     masks = torch.from_numpy(rng.random((3, size)) < 0.4)
@@ -93,7 +93,7 @@ def test_bitmaps_are_those_of_numpy(size, known) -> None:
 
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
 def test_absent_positions_are_listed(density) -> None:
-    from gluefl.kernels.positions import absent
+    from gluefl.accel.kernels.positions import absent
 
     mask = torch.from_numpy(np.random.default_rng(4).random(300) < density)
     found = absent(mask.to(DEVICE), int((~mask).sum()), block=64)
@@ -102,7 +102,7 @@ def test_absent_positions_are_listed(density) -> None:
 
 @pytest.mark.parametrize("size", [1, 200])
 def test_positions_are_counted(size) -> None:
-    from gluefl.kernels.positions import counts
+    from gluefl.accel.kernels.positions import counts
 
     rng = np.random.default_rng(size)
     masks, known = torch.from_numpy(rng.random((3, size)) < 0.4), torch.from_numpy(rng.random(size) < 0.3)
@@ -112,7 +112,7 @@ def test_positions_are_counted(size) -> None:
 
 @pytest.mark.parametrize("parts", [1, 3, 8, 9])
 def test_parts_are_added_bit_for_bit(parts) -> None:
-    from gluefl.kernels.add import add
+    from gluefl.accel.kernels.add import add
 
     rng = np.random.default_rng(5)
     total, *vectors = (torch.from_numpy(rng.standard_normal(5000).astype(np.float32)) for _ in range(parts + 1))
@@ -128,7 +128,7 @@ def test_parts_are_added_bit_for_bit(parts) -> None:
 
 @pytest.mark.parametrize("weight", [1, 0.3, -1e-9])
 def test_the_rest_is_what_a_part_leaves(weight) -> None:
-    from gluefl.kernels.add import rest
+    from gluefl.accel.kernels.add import rest
 
     rng = np.random.default_rng(6)
     vector, mask = (
@@ -145,7 +145,7 @@ def test_the_rest_is_what_a_part_leaves(weight) -> None:
 
 @pytest.mark.gpu
 def test_far_apart_positions_have_long_gaps() -> None:
-    from gluefl.kernels.positions import gaps
+    from gluefl.accel.kernels.positions import gaps
 
     mask = torch.zeros(1, 9_000_000, dtype=torch.bool)
     mask[0, [3, 130, 20_000, 2_200_000, 8_999_999]] = True  # one to four bytes

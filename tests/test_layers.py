@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gluefl.layout import Layout
+from gluefl.clients.rules import Job, LocalSGD
+from gluefl.clients.trainers.layers import ManyClients
+from gluefl.clients.trainers.loop import Loop
+from gluefl.clients.trainers.stacked import Stacked
 from gluefl.populations import Samples
-from gluefl.training import Job, LocalSGD
-from gluefl.training.layers import ManyClients
-from gluefl.training.loop import Loop
-from gluefl.training.stacked import Stacked
+from gluefl.vectors.layout import Layout
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
@@ -181,7 +181,7 @@ def tf32():
 def test_halves_have_the_precision_of_tf32_whatever_the_size_of_the_numbers(
     inputs, outputs, kernel, stride, padding, tf32
 ) -> None:
-    from gluefl.training.kernels.convolve import Convolve
+    from gluefl.accel.kernels.convolve import Convolve
 
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(3, 2, 7, 8, inputs, generator=draw).to(DEVICE).requires_grad_()
@@ -206,7 +206,7 @@ def test_halves_have_the_precision_of_tf32_whatever_the_size_of_the_numbers(
 
 
 def test_what_is_not_a_number_stays_none() -> None:
-    from gluefl.training.kernels.halve import halve
+    from gluefl.accel.kernels.halve import halve
 
     values = torch.tensor([[1.0, 2.0, float("nan")], [float("inf"), 1.0, 0.0], [0.0, 0.0, 0.0]], device=DEVICE)
     half, unscale = halve(values)

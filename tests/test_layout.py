@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gluefl.errors import UsageError
-from gluefl.layout import LARGEST_EXACT_INTEGER, Layout, split
+from gluefl.vectors.layout import LARGEST_EXACT_INTEGER, Layout, split
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

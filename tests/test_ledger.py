@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gluefl.ledger import Ledger
-from gluefl.selection import Sparse
+from gluefl.core.ledger import Ledger
+from gluefl.vectors.selection import Sparse
 
 SIZE = 12
 positions = st.sets(st.integers(0, SIZE - 1)).map(lambda chosen: torch.tensor(sorted(chosen), dtype=torch.long))

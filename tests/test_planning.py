@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from gluefl import GlueFL, Sticky, Uniform, plan
 from gluefl.cli import main
+from gluefl.core.ledger import Ledger
+from gluefl.core.sampling import Pool
 from gluefl.errors import UsageError
-from gluefl.ledger import Ledger
-from gluefl.planning import (
+from gluefl.experiments.report.tradeoff import draw
+from gluefl.experiments.theory.planning import (
     horizon,
     mean_return_rounds,
     read_options,
@@ -23,9 +25,7 @@ from gluefl.planning import (
     uniform_return,
     variance_factor,
 )
-from gluefl.report.tradeoff import draw
-from gluefl.sampling import Pool
-from gluefl.staleness import download_share, in_bytes, measured_share, missing_share, staleness
+from gluefl.experiments.theory.staleness import download_share, in_bytes, measured_share, missing_share, staleness
 from gluefl.strategies import Space, Task, Upload
 
 FEMNIST = {"clients": 2800, "cohort": 30, "sticky_size": 120, "sticky_cohort": 24}

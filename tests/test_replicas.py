@@ -7,12 +7,12 @@ import torch
 
 from federations import LAYOUT, RUN, Delivered, Engine, Unreliable, federation
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform, wire
-from gluefl.channel import Encoded, Measured
+from gluefl.core.replica import Replica
 from gluefl.errors import WireError
-from gluefl.replica import Replica
-from gluefl.round import play
-from gluefl.selection import Sparse
+from gluefl.simulation.channel import Encoded, Measured
+from gluefl.simulation.round import play
 from gluefl.strategies import Task
+from gluefl.vectors.selection import Sparse
 
 CLIENTS = 40
 EXPECTED = wire.Expected(RUN, LAYOUT.fingerprint, LAYOUT.size, LAYOUT.statistics_size, wire.PACKAGE)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gluefl import residuals
+from gluefl.clients import residuals
+from gluefl.clients.residuals import Residuals
 from gluefl.errors import GlueFLError
-from gluefl.residuals import Residuals
 from stubs import dyadic
 
 SIZE = 25

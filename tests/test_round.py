@@ -13,17 +13,17 @@ import torch
 
 from federations import LAYOUT, RUN, Engine, Unreliable, federation
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform, wire
-from gluefl import round as round_module
-from gluefl.channel import Encoded, Measured
-from gluefl.cores import in_turn
+from gluefl.accel.cores import in_turn
+from gluefl.clients.rules import Outcome
+from gluefl.core.federation import State
 from gluefl.errors import GlueFLError
-from gluefl.federation import State
 from gluefl.fleet import Instant, Trip
 from gluefl.randomness import stream
-from gluefl.round import answered, ask, play
-from gluefl.selection import Sparse
+from gluefl.simulation import round as round_module
+from gluefl.simulation.channel import Encoded, Measured
+from gluefl.simulation.round import answered, ask, play
 from gluefl.strategies import Upload
-from gluefl.training import Outcome
+from gluefl.vectors.selection import Sparse
 from gluefl.wire import encoding
 
 CPU = torch.device("cpu")
@@ -119,8 +119,8 @@ def test_how_many_uploads_are_encoded_together_changes_nothing(together, cores, 
         return found
 
     expected, encoded = lines(), []
-    monkeypatch.setattr("gluefl.round.ENCODED_TOGETHER", together)
-    for module in ("cores", "wire.encoding"):
+    monkeypatch.setattr("gluefl.simulation.round.ENCODED_TOGETHER", together)
+    for module in ("accel.cores", "wire.encoding"):
         monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
     encode = wire.Body.encoded_here
     monkeypatch.setattr(wire.Body, "encoded_here", lambda body: encoded.append(id(body)) or encode(body))

@@ -17,22 +17,23 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform, residuals
-from gluefl import run as run_module
-from gluefl.bench.round import setting
-from gluefl.cores import overtaking, started
-from gluefl.engines.local import LocalEngine
+from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform
+from gluefl.accel.cores import overtaking, started
+from gluefl.clients import residuals
+from gluefl.clients.engine import LocalEngine
+from gluefl.clients.evaluation import Evaluator
+from gluefl.clients.rules import LocalSGD
+from gluefl.clients.trainers.loop import Loop
+from gluefl.core.federation import Ahead
+from gluefl.core.optimizer import Server
 from gluefl.errors import DataError, GlueFLError, UsageError
-from gluefl.evaluation import Evaluator
-from gluefl.federation import Ahead
+from gluefl.experiments.bench.round import setting
 from gluefl.fleet import Fleet
-from gluefl.journal import mean_accuracy, reached_round, read
-from gluefl.layout import Layout
 from gluefl.randomness import stream
-from gluefl.round import play
-from gluefl.server import Server
-from gluefl.training import LocalSGD
-from gluefl.training.loop import Loop
+from gluefl.simulation import run as run_module
+from gluefl.simulation.round import play
+from gluefl.storage.journal import mean_accuracy, reached_round, read
+from gluefl.vectors.layout import Layout
 from runs import KILLED_AT, ROUNDS, options, small_run
 from stubs import Blobs, mlp
 
@@ -416,7 +417,7 @@ def test_to_look_ahead_on_a_gpu_changes_nothing(name, trainer, tmp_path, monkeyp
         small_run(out=tmp_path / "ahead", callbacks=[crash], **setting)
     ahead = small_run(out=tmp_path / "ahead", resume=True, **setting)
     assert sum(training is not None for training in taken) > ROUNDS / 2
-    monkeypatch.setattr("gluefl.round.works_by_itself", lambda device: False)
+    monkeypatch.setattr("gluefl.simulation.round.works_by_itself", lambda device: False)
     plain = small_run(out=tmp_path / "plain", **setting)
     assert timeless(ahead.journal) == timeless(plain.journal)
     one, two = (load_file(next((tmp_path / f / "checkpoint").glob("*.safetensors"))) for f in ("ahead", "plain"))
@@ -454,7 +455,7 @@ def test_to_look_ahead_takes_no_room_for_another_cohort(tmp_path, monkeypatch) -
 
     peaks = []
     for ahead in (False, True):
-        monkeypatch.setattr("gluefl.round.works_by_itself", lambda device, ahead=ahead: ahead)
+        monkeypatch.setattr("gluefl.simulation.round.works_by_itself", lambda device, ahead=ahead: ahead)
         gc.collect()
         torch.cuda.empty_cache()
         peaks.append(peak_bytes())

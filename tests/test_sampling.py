@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gluefl.core.sampling import Group, Pool, Sticky, Uniform, draw, extra_invitations
 from gluefl.errors import UsageError
-from gluefl.planning import sticky_return
-from gluefl.sampling import Group, Pool, Sticky, Uniform, draw, extra_invitations
+from gluefl.experiments.theory.planning import sticky_return
 
 SHARES = st.floats(0.01, 1).map(lambda x: round(x, 2))
 

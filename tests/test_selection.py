@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gluefl import selection
 from gluefl.errors import GlueFLError
-from gluefl.selection import (
+from gluefl.vectors import selection
+from gluefl.vectors.selection import (
     Sparse,
     _magnitude_bits,
     _top,
@@ -169,7 +169,7 @@ def test_cpu_and_gpu_choose_the_same(rounded) -> None:
 @pytest.mark.parametrize("size", [300_000, 5_000_000])
 def test_passes_that_were_captured_give_the_same_masks(size, monkeypatch) -> None:
     """Whatever is asked for, one after the other: nothing is left of what was asked for before."""
-    from gluefl.kernels import largest
+    from gluefl.accel.kernels import largest
 
     monkeypatch.setattr(largest, "_graphs", {})
     generator = torch.Generator().manual_seed(1)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gluefl import APF, STC, FedAvg, GlueFL
+from gluefl.core.optimizer import Server
 from gluefl.errors import GlueFLError
-from gluefl.selection import Sparse, count
-from gluefl.server import Server
 from gluefl.strategies import Space, Task, Upload, weighted_sum
+from gluefl.vectors.selection import Sparse, count
 from stubs import dyadic
 
 SPACE = Space((37, 3, 60))

@@ -17,15 +17,15 @@ from click.testing import CliRunner
 from gluefl.cli import main
 from gluefl.config import Config, to_toml
 from gluefl.errors import GlueFLError, UsageError
-from gluefl.lab import build_sampler
-from gluefl.planned import planned
-from gluefl.studies import catalogue, pages
-from gluefl.studies.catalogue import Choice, configurations, load, names, seeds
-from gluefl.studies.conduct import conduct
-from gluefl.studies.findings import TABLES, bandwidths, findings
-from gluefl.studies.intervals import estimate, student_t
-from gluefl.studies.measures import MEASURES, Run, common_target
-from gluefl.studies.runner import FAILED, execute, is_done
+from gluefl.experiments.grid import planned
+from gluefl.experiments.studies import catalogue, pages
+from gluefl.experiments.studies.catalogue import Choice, configurations, load, names, seeds
+from gluefl.experiments.studies.conduct import conduct
+from gluefl.experiments.studies.findings import TABLES, bandwidths, findings
+from gluefl.experiments.studies.intervals import estimate, student_t
+from gluefl.experiments.studies.measures import MEASURES, Run, common_target
+from gluefl.experiments.studies.runner import FAILED, execute, is_done
+from gluefl.simulation.build import build_sampler
 
 TINY = ("population.clients=60", "population.test_samples=62", "population.median_samples=22", "sampling.cohort=4")
 

@@ -6,15 +6,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from gluefl import models
+from gluefl.clients.rules import Job, LocalSGD
+from gluefl.clients.trainers.choice import choose
+from gluefl.clients.trainers.dense import Dense, dense_layers
+from gluefl.clients.trainers.loop import Loop
+from gluefl.clients.trainers.stacked import Stacked
+from gluefl.clients.trainers.workers import Workers
 from gluefl.errors import UsageError
-from gluefl.layout import Layout
 from gluefl.populations import Samples
-from gluefl.training import Job, LocalSGD
-from gluefl.training.choice import choose
-from gluefl.training.dense import Dense, dense_layers
-from gluefl.training.loop import Loop
-from gluefl.training.stacked import Stacked
-from gluefl.training.workers import Workers
+from gluefl.vectors.layout import Layout
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GPU = pytest.param(CUDA, marks=pytest.mark.gpu)

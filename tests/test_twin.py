@@ -5,8 +5,8 @@ import pytest
 
 from federations import LAYOUT, Engine, federation
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform
-from gluefl.channel import Measured
-from gluefl.round import invite, play
+from gluefl.simulation.channel import Measured
+from gluefl.simulation.round import invite, play
 from stubs import twin
 
 D, CLIENTS = LAYOUT.size, 64

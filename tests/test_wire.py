@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gluefl import wire
-from gluefl.cores import beside, overtaking, started
+from gluefl.accel.cores import beside, overtaking, started
 from gluefl.errors import GlueFLError, WireError
-from gluefl.selection import Sparse, count_true
+from gluefl.vectors.selection import Sparse, count_true
 from gluefl.wire import positions
 from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, KNOWN
 from gluefl.wire.encoding import _hand_out_apart, _hand_out_from_gpu
@@ -483,7 +483,7 @@ def test_positions_are_encoded_beside_as_here(how, cores, monkeypatch) -> None:
         return made
 
     here, there = bodies(), bodies()
-    for module in ("cores", "wire.encoding"):
+    for module in ("accel.cores", "wire.encoding"):
         monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
     if how == "at once":
         wire.encode_positions(there, under_way=True)
@@ -497,7 +497,7 @@ def test_what_goes_wrong_beside_is_said_where_it_is_asked_for(cores, monkeypatch
     def broken(*arguments):
         raise GlueFLError("no room")
 
-    for module in ("cores", "wire.encoding"):
+    for module in ("accel.cores", "wire.encoding"):
         monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
     monkeypatch.setattr(wire.Body, "encoded_here", broken)
     body = wire.Body(Sparse.where(torch.arange(90) % 5 == 0, torch.ones(90)), torch.zeros(2),

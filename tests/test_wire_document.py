@@ -204,7 +204,7 @@ def test_hashes_of_the_page() -> None:
     digest = hashlib.blake2b(np.array([1, -2, 0.5], "<f4").tobytes(), digest_size=8).hexdigest()
     assert wire.replica_hash(weights, statistics).hex() == digest and f"`{digest}`" in PAGE
 
-    from gluefl.layout import Layout
+    from gluefl.vectors.layout import Layout
 
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     text = re.search(r"```json\n(.*?)\n```", PAGE, re.DOTALL)[1]

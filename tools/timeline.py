@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from gluefl import round as round_module
-from gluefl.bench.cohort import pin
-from gluefl.bench.fleet import authors
-from gluefl.bench.profile import WARM_UP, Stopwatch, watched
-from gluefl.bench.round import setting
+from gluefl.experiments.bench.cohort import pin
+from gluefl.experiments.bench.fleet import authors
+from gluefl.experiments.bench.profile import WARM_UP, Stopwatch, watched
+from gluefl.experiments.bench.round import setting
 from gluefl.fleet import Instant
+from gluefl.simulation import round as round_module
 
 SHOWN_MS = 0.2  # shorter ones are not
 

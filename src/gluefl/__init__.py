@@ -13,15 +13,15 @@ _HOMES = {
     "STC": "gluefl.strategies.stc",
     "APF": "gluefl.strategies.apf",
     "GlueFL": "gluefl.strategies.gluefl",
-    "Uniform": "gluefl.sampling",
-    "Sticky": "gluefl.sampling",
+    "Uniform": "gluefl.core.sampling",
+    "Sticky": "gluefl.core.sampling",
     "Fleet": "gluefl.fleet",
     "Instant": "gluefl.fleet",
-    "LocalSGD": "gluefl.training",
-    "Server": "gluefl.server",
+    "LocalSGD": "gluefl.clients.rules",
+    "Server": "gluefl.core.optimizer",
     "Samples": "gluefl.populations",
-    "train": "gluefl.run",
-    "plan": "gluefl.planning",
+    "train": "gluefl.simulation.run",
+    "plan": "gluefl.experiments.theory.planning",
 }
 
 __all__ = [
@@ -41,17 +41,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from gluefl.clients.rules import LocalSGD
+    from gluefl.core.optimizer import Server
+    from gluefl.core.sampling import Sticky, Uniform
+    from gluefl.experiments.theory.planning import plan
     from gluefl.fleet import Fleet, Instant
-    from gluefl.planning import plan
     from gluefl.populations import Samples
-    from gluefl.run import train
-    from gluefl.sampling import Sticky, Uniform
-    from gluefl.server import Server
+    from gluefl.simulation.run import train
     from gluefl.strategies.apf import APF
     from gluefl.strategies.fedavg import FedAvg
     from gluefl.strategies.gluefl import GlueFL
     from gluefl.strategies.stc import STC
-    from gluefl.training import LocalSGD
 
 
 def __getattr__(name: str) -> Any:

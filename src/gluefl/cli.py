@@ -13,8 +13,8 @@ from typing import Any, Literal
 import click
 
 from gluefl import __version__
-from gluefl.bench.commands import bench
 from gluefl.errors import GlueFLError, UsageError
+from gluefl.experiments.bench.commands import bench
 
 
 class Program(click.Group):
@@ -90,9 +90,9 @@ def run(
     track: str | None,
 ) -> None:
     """Train one configuration."""
-    from gluefl import comparison
     from gluefl.config import read, validated, with_sets
-    from gluefl.report.tracking import tracker
+    from gluefl.experiments import comparison
+    from gluefl.experiments.report.tracking import tracker
 
     settings = validated(with_sets(read(config), [*sets, *_seed(seed)]), str(config))
     out = out or _default_out(config.stem, resume)
@@ -188,7 +188,7 @@ def study(
     as_json: bool,
 ) -> None:
     """Repeat a table or figure of the paper; without a NAME, list them."""
-    from gluefl.studies import catalogue
+    from gluefl.experiments.studies import catalogue
 
     if name is None:
         for known in catalogue.names():
@@ -198,8 +198,8 @@ def study(
     choice = catalogue.Choice(scale, population, model, rounds, sets, tuple(only.split(",")) if only else ())
     numbers = _seeds(seed, seeds)
     out = out or _default_out(name, resume)
-    from gluefl.studies import pages
-    from gluefl.studies.conduct import conduct
+    from gluefl.experiments.studies import pages
+    from gluefl.experiments.studies.conduct import conduct
 
     outcome = conduct(chosen, choice, out, numbers, device, jobs, resume, reuse, at)
     if as_json:
@@ -235,17 +235,17 @@ def study(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def plan(clients: int, cohort: int, figure: Path | None, as_json: bool, **options: Any) -> None:
     """What sticky sampling will do, before anything is trained, and which sizes to choose."""
-    from gluefl import planning
+    from gluefl.experiments.theory import planning
 
     found = planning.plan(clients, cohort, **planning.read_options(options))
     if figure is not None:
-        from gluefl.report.tradeoff import draw
+        from gluefl.experiments.report.tradeoff import draw
 
         draw(found, figure)
     if as_json:
         click.echo(json.dumps(found.as_json()))
         return
-    from gluefl.tables import console, plan_tables
+    from gluefl.experiments.console import console, plan_tables
 
     for part in plan_tables(found):
         console().print(part)
@@ -259,7 +259,7 @@ def plan(clients: int, cohort: int, figure: Path | None, as_json: bool, **option
 @click.option("--port", type=click.IntRange(0, 65535), default=8321, show_default=True, help="For --watch; 0: any.")
 def report(folders: tuple[Path, ...], out: Path | None, figures: Path | None, watch: bool, port: int) -> None:
     """One page of the runs in some folders: tables, figures, what differs."""
-    from gluefl.report import live, page, plots
+    from gluefl.experiments.report import live, page, plots
 
     if figures is not None:
         click.echo(f"Figures: {len(plots.write(folders, figures))} files in {figures}")
@@ -285,9 +285,9 @@ def _compare(
     as_json: bool,
     track: str | None,
 ) -> None:
-    from gluefl import comparison
     from gluefl.config import variants, with_sets
-    from gluefl.report.tracking import tracker
+    from gluefl.experiments import comparison
+    from gluefl.experiments.report.tracking import tracker
 
     settings = variants(with_sets(raw, [*sets, *_seed(seed)]), source)
     chosen = _seeds(seed, seeds) or [next(iter(settings.values())).seed]
@@ -298,7 +298,7 @@ def _report(runs: list[dict[str, Any]], as_json: bool, out: Path) -> None:
     if as_json:
         click.echo(json.dumps({"runs": runs}))
     else:
-        from gluefl.tables import comparison_table, console
+        from gluefl.experiments.console import comparison_table, console
 
         console().print(comparison_table(runs))
         click.echo(f"Results: {out}")
@@ -307,7 +307,7 @@ def _report(runs: list[dict[str, Any]], as_json: bool, out: Path) -> None:
 
 def _page(out: Path, quiet: bool = False) -> None:
     """Write the page of everything in a folder and say where it is; beside JSON, on standard error."""
-    from gluefl.report import page, reading
+    from gluefl.experiments.report import page, reading
 
     if reading.find([out]):
         click.echo(f"Report: {page.write([out], out / 'report.html')}", err=quiet)

@@ -10,8 +10,8 @@ except ImportError as error:
 
     raise MissingExtra("flower", "gluefl.flower") from error
 
+from gluefl.core.sampling import Sticky, Uniform
 from gluefl.flower.mod import GlueFLMod, gluefl_mod
 from gluefl.flower.strategy import GlueFLStrategy
-from gluefl.sampling import Sticky, Uniform
 
 __all__ = ["GlueFLMod", "GlueFLStrategy", "Sticky", "Uniform", "gluefl_mod"]

@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord
 from torch import Tensor, nn
 
 from gluefl.errors import UsageError, WireError
-from gluefl.layout import LARGEST_EXACT_INTEGER, Layout, Part, split
+from gluefl.vectors.layout import LARGEST_EXACT_INTEGER, Layout, Part, split
 
 # The names that PyTorch's normalisation layers give to what they track.
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")

@@ -8,11 +8,11 @@ from flwr.app import Array
 from torch import Tensor
 
 from gluefl import wire
-from gluefl.channel import Parcel, remembered_hash
+from gluefl.clients.rules import Outcome
 from gluefl.errors import GlueFLError
 from gluefl.flower import content
 from gluefl.flower.arrays import Table
-from gluefl.training import Outcome
+from gluefl.simulation.channel import Parcel, remembered_hash
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gluefl.checkpoint import write_tensors
+from gluefl.core.replica import Replica
 from gluefl.errors import WireError
 from gluefl.flower.arrays import Table
-from gluefl.replica import Replica
+from gluefl.storage.checkpoint import write_tensors
 
 KEPT_RUNS = 2  # a node forgets the runs before these
 

@@ -8,11 +8,11 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from gluefl import wire
-from gluefl.channel import Parcel
+from gluefl.core.sampling import Group
 from gluefl.fleet import Trip
 from gluefl.flower.nodes import POLL_S
 from gluefl.flower.replies import Answer, Sent, read_reply
-from gluefl.sampling import Group
+from gluefl.simulation.channel import Parcel
 
 
 @dataclass

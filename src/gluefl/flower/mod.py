@@ -16,11 +16,11 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
 from gluefl import wire
+from gluefl.core.replica import Replica
 from gluefl.errors import GlueFLError, UsageError, WireError
 from gluefl.flower import content
 from gluefl.flower.arrays import Table
 from gluefl.flower.device import Device
-from gluefl.replica import Replica
 from gluefl.strategies import Space, Strategy, Task
 from gluefl.strategies.registry import STRATEGIES
 

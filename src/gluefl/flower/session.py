@@ -10,23 +10,24 @@ from typing import Any
 
 from torch import Tensor
 
-from gluefl import checkpoint, wire
-from gluefl.channel import Parcel
+from gluefl import wire
+from gluefl.clients.residuals import Residuals
+from gluefl.core.federation import Federation, State, start
+from gluefl.core.optimizer import Server
+from gluefl.core.records import Played, record
+from gluefl.core.replica import Replica
+from gluefl.core.sampling import Group, Pool, Sampler
 from gluefl.errors import GlueFLError, UsageError
-from gluefl.federation import Federation, State, start
 from gluefl.flower import content
 from gluefl.flower.arrays import Table
 from gluefl.flower.bodies import Bodies, Elsewhere
 from gluefl.flower.device import Device
 from gluefl.flower.exchange import Exchange
 from gluefl.flower.nodes import Nodes
-from gluefl.journal import Journal, Line
-from gluefl.records import Played, record
-from gluefl.replica import Replica
-from gluefl.residuals import Residuals
-from gluefl.round import aggregate, check_finite, encoded_updates, packages, publish
-from gluefl.sampling import Group, Pool, Sampler
-from gluefl.server import Server
+from gluefl.simulation.channel import Parcel
+from gluefl.simulation.round import aggregate, check_finite, encoded_updates, packages, publish
+from gluefl.storage import checkpoint
+from gluefl.storage.journal import Journal, Line
 from gluefl.strategies import Space, Strategy, Upload
 from gluefl.strategies.registry import STRATEGIES
 

@@ -20,17 +20,17 @@ from torch import nn
 
 from gluefl import strategies as ours
 from gluefl import wire
+from gluefl.core.optimizer import Server
+from gluefl.core.sampling import Group, Sampler, draw
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.flower.arrays import STATISTICS, Table
 from gluefl.flower.exchange import Exchange, converse
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.replies import Sent
 from gluefl.flower.session import Session, open_session, recall
-from gluefl.journal import Journal, Line
 from gluefl.randomness import stream
-from gluefl.round import invite
-from gluefl.sampling import Group, Sampler, draw
-from gluefl.server import Server
+from gluefl.simulation.round import invite
+from gluefl.storage.journal import Journal, Line
 from gluefl.strategies.gluefl import GlueFL
 
 PATIENCE_S = 60.0

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gluefl.selection import Sparse, add_all, uniform_mask
+from gluefl.vectors.selection import Sparse, add_all, uniform_mask
 
 CPU = torch.device("cpu")
 

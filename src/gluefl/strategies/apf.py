@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gluefl.selection import Sparse
 from gluefl.strategies import Space, Task, Upload, weighted_sum
+from gluefl.vectors.selection import Sparse
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gluefl.selection import Sparse
+from gluefl.vectors.selection import Sparse
 
 Compensation = Literal["none", "plain", "rescaled"]
 

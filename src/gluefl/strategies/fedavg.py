@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gluefl.selection import Sparse
 from gluefl.strategies import Space, Task, Upload, weighted_sum
+from gluefl.vectors.selection import Sparse
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """GlueFL: He et al., Reconciling Client Sampling and Model Masking for Bandwidth Efficient Federated Learning, 2023.
 
 This file is mask shifting (§3.2, Algorithm 3) with mask regeneration and error compensation (§3.3); sticky
-sampling is `gluefl.sampling.Sticky`.
+sampling is `gluefl.core.sampling.Sticky`.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gluefl.selection import Sparse, count, count_true, counts, outside, top
 from gluefl.strategies import Space, Task, Upload, weighted_sum
 from gluefl.strategies.compensation import Compensation, compensate, remember
+from gluefl.vectors.selection import Sparse, count, count_true, counts, outside, top
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gluefl.selection import Sparse, counts, top
 from gluefl.strategies import Space, Task, Upload, weighted_sum
 from gluefl.strategies.compensation import Compensation, compensate, remember
+from gluefl.vectors.selection import Sparse, counts, top
 
 
 @dataclass(frozen=True)

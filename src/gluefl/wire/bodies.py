@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from gluefl.selection import Sparse, count_true, positions_of
+from gluefl.vectors.selection import Sparse, count_true, positions_of
 from gluefl.wire.positions import LaidOut, Packed, lay_out, lay_out_list, pack, squeeze
 
 ABSOLUTE, BESIDE_MASK, KNOWN = range(3)  # relation of a set of positions to the shared mask

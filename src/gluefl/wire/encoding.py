@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gluefl import kernels
-from gluefl.cores import available, beside, in_turn, started, stream_beside, wait_for
-from gluefl.selection import count_true, known_count, remember_count
+from gluefl.accel import kernels
+from gluefl.accel.cores import available, beside, in_turn, started, stream_beside, wait_for
+from gluefl.vectors.selection import count_true, known_count, remember_count
 from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, Body, Encoded, Handed, HasPositions
 from gluefl.wire.positions import LaidOut, count_rows, lay_out_rows, rows_of, squeeze
 

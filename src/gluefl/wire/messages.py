@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gluefl.errors import WireError
-from gluefl.selection import Sparse, count_true, positions_of
+from gluefl.vectors.selection import Sparse, count_true, positions_of
 from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, KNOWN, Body, Shared
 from gluefl.wire.positions import Packed, unpack
 

@@ -13,10 +13,10 @@ import torch
 import zstandard
 from torch import Tensor
 
-from gluefl import kernels
-from gluefl.cores import beside, fetched, to_host, wait_for
+from gluefl.accel import kernels
+from gluefl.accel.cores import beside, fetched, to_host, wait_for
 from gluefl.errors import WireError
-from gluefl.selection import count_true, positions_of
+from gluefl.vectors.selection import count_true, positions_of
 
 NOTHING, EVERYTHING, BITMAP, BITMAP_ZSTD, GAPS_ZSTD, ABSENT_GAPS_ZSTD = range(6)
 CODECS = ("nothing", "everything", "bitmap", "bitmap+zstd", "gaps+zstd", "gaps of the absent+zstd")
@@ -170,7 +170,7 @@ def _to_bitmap(mask: Tensor) -> bytes:
 
 def _bitmaps(masks: Tensor, known: Tensor | None) -> Tensor:
     if kernels.serve(masks):
-        from gluefl.kernels.positions import absent, bitmaps
+        from gluefl.accel.kernels.positions import absent, bitmaps
 
         return to_host(bitmaps(masks, None if known is None else absent(known, known.numel() - count_true(known))))
     masks = masks if known is None else masks.index_select(1, positions_of(~known))
@@ -217,7 +217,7 @@ def _varints(positions: np.ndarray) -> bytes:
 def count_rows(masks: Tensor, known: Tensor) -> tuple[list[int], list[int]]:
     """At how many positions each row holds, and at how many of those that are known."""
     if kernels.serve(masks):
-        from gluefl.kernels.positions import counts
+        from gluefl.accel.kernels.positions import counts
 
         found = counts(masks, known)
     else:
@@ -230,7 +230,7 @@ def _gaps_of_rows(
     masks: Tensor, known: Tensor | None, present: bool, listed: Sequence[int]
 ) -> Callable[[], list[memoryview]]:
     if kernels.serve(masks):
-        from gluefl.kernels.positions import gaps
+        from gluefl.accel.kernels.positions import gaps
 
         data, lengths = (to_host(found) for found in gaps(masks, known, present, listed))
         return lambda: [row[:length].data for row, length in zip(data.numpy(), lengths.tolist())]

@@ -1,0 +1,1 @@
+"""What makes it fast: threads, streams, graphs and kernels, behind plain functions."""

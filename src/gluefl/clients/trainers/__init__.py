@@ -1,0 +1,1 @@
+"""Trainers: how a cohort is trained on the hardware that is there."""

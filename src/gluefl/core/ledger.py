@@ -1,0 +1,59 @@
+"""Who misses what: the version in which every coordinate last changed, and the version every client holds."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from gluefl.vectors.selection import Sparse
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Versions count published updates: version 0 is the initial model, round t publishes version t.
+
+    A client that holds version v misses exactly the coordinates with `changed_at > v`: O(d) memory, and no
+    history of masks is kept.
+    """
+
+    changed_at: Tensor  # int32, one entry per coordinate
+    version: int = 0
+    held: Mapping[int, int] = field(default_factory=dict)  # client → version; absent: never synchronised
+    unused: frozenset[int] = frozenset()  # clients whose last upload, finished or not, was not used
+
+    @classmethod
+    def init(cls, size: int, device: torch.device | str = "cpu") -> "Ledger":
+        """Nothing has changed yet and nobody holds anything."""
+        return cls(torch.zeros(size, dtype=torch.int32, device=device))
+
+    def base(self, client: int) -> int | None:
+        """The version a client holds, None if it needs the whole model."""
+        return self.held.get(client)
+
+    def missing(self, base: int | None) -> Tensor:
+        """A mask of the coordinates that changed since a version."""
+        if base is None:
+            return torch.ones_like(self.changed_at, dtype=torch.bool)
+        return self.changed_at > base
+
+    def staleness(self, client: int) -> int | None:
+        """How many versions a client is behind, None if it was never synchronised."""
+        base = self.base(client)
+        return None if base is None else self.version - base
+
+    def synchronised(self, clients: Iterable[int]) -> "Ledger":
+        """These clients finished their download and hold the current version, used or not."""
+        return replace(self, held={**self.held, **dict.fromkeys(clients, self.version)})
+
+    def answered(self, used: Iterable[int], unused: Iterable[int]) -> "Ledger":
+        """Remember whose upload was used, so that the next task can tell them."""
+        return replace(self, unused=(self.unused - frozenset(used)) | frozenset(unused))
+
+    def changed_by(self, update: Sparse) -> Tensor:
+        """`changed_at` of the next version: it changes the coordinates of this update, also where that is zero."""
+        return update.set_in(self.changed_at.clone(), self.version + 1)
+
+    def publish(self, changed_at: Tensor) -> "Ledger":
+        """The next version."""
+        return replace(self, changed_at=changed_at, version=self.version + 1)

@@ -1,1 +1,0 @@
-"""Where a cohort is trained."""

@@ -1,0 +1,1 @@
+"""Many runs: comparisons, studies, reports, benchmarks, theory."""

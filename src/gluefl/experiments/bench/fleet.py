@@ -1,0 +1,104 @@
+"""The fleet against the GlueFL authors' logs, and what a round's questions cost as the fleet grows.
+
+`python -m gluefl.experiments.bench.fleet` prints the same object as `gluefl bench fleet --json`."""
+
+import json
+import subprocess
+import sys
+import time
+import tracemalloc
+from typing import Any
+
+import numpy as np
+
+from gluefl.fleet import Fleet
+from gluefl.randomness import stream
+
+MODEL_BYTES = 22_180_000  # ShuffleNet on FEMNIST, as in the authors' logs
+SAMPLES = 20 * 10  # batch times steps
+CLIENTS, INVITED, USED = 2_800, 39, 30  # N, OC·K, K
+FLEETS = 20  # a round ends with a slow client, of whom one fleet has few: several fleets, one mean
+SCALES = (1_000, 1_000_000)
+REPEATS = 5
+
+
+def authors(network: str, availability: str = "always", seed: int = 0) -> Fleet:
+    """A fleet with the factors of the authors' runs."""
+    return Fleet(network, availability, seed, down_factor=0.8, up_factor=1.2, compute_factor=0.4)
+
+
+def last_arrivals(network: str, rounds: int) -> dict[str, float]:
+    """Mean seconds of the client that arrives 30th of 39, over rounds of several fleets of 2800."""
+    parts = []
+    for number in range(rounds):
+        fleet = authors(network, seed=number % FLEETS)
+        cohort = stream(0, "fleet bench", number).choice(CLIENTS, INVITED, replace=False)
+        download_s, compute_s, upload_s = fleet.durations(cohort, MODEL_BYTES, MODEL_BYTES, SAMPLES)
+        last = np.argsort(download_s + compute_s + upload_s, kind="stable")[USED - 1]
+        parts.append((download_s[last], upload_s[last], compute_s[last]))
+    mean = np.mean(parts, axis=0)
+    return {name: round(float(m), 3) for name, m in zip(("download_s", "upload_s", "compute_s"), mean)}
+
+
+def one_round(fleet: Fleet, clients: int, number: int) -> int:
+    """Invite by drawing until enough are online, and follow every trip: what a round asks of the fleet."""
+    clock_s = 100.0 * number
+    is_online, rng = fleet.is_online(clock_s), stream(0, "fleet bench", clients, number)
+    invited: set[int] = set()
+    while len(invited) < INVITED:
+        client = int(rng.integers(clients))
+        if client not in invited and is_online(client):
+            invited.add(client)
+    trips = [fleet.trip(client, clock_s, MODEL_BYTES, MODEL_BYTES, SAMPLES) for client in invited]
+    return sum(trip.lost_s is None for trip in trips)
+
+
+def _seconds(clients: int, rounds: int, seed: int) -> float:
+    started = time.perf_counter()
+    fleet = authors("edge", "diurnal", seed)
+    for number in range(rounds):
+        one_round(fleet, clients, number)
+    return (time.perf_counter() - started) / rounds
+
+
+def memory_mb(clients: int, rounds: int = 5) -> float:
+    """The most memory that building a fleet and some rounds hold at once, tables included if not yet read."""
+    tracemalloc.start()
+    try:
+        fleet = authors("edge", "diurnal")
+        for number in range(rounds):
+            one_round(fleet, clients, number)
+        return tracemalloc.get_traced_memory()[1] / 1e6
+    finally:
+        tracemalloc.stop()
+
+
+def _fresh_memory_mb(clients: int) -> float:
+    # In a new process, because here the tables are read already.
+    program = f"from gluefl.experiments.bench.fleet import memory_mb; print(memory_mb({clients}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def scale(rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds per round and memory for a thousand and for a million clients."""
+    best = dict.fromkeys(SCALES, float("inf"))
+    for seed in range(REPEATS):  # in turn, and the best of each, so that a busy machine disturbs both alike
+        for clients in SCALES:  # fleets that nobody has asked before: what was asked once is remembered
+            best[clients] = min(best[clients], _seconds(clients, rounds, clients + seed))
+    return {
+        str(clients): {"round_s": round(best[clients], 6), "memory_mb": round(_fresh_memory_mb(clients), 3)}
+        for clients in SCALES
+    }
+
+
+def measure(rounds: int = 2000) -> dict[str, Any]:
+    """What `gluefl bench fleet --json` prints."""
+    return {
+        "networks": {name: last_arrivals(name, rounds) for name in ("edge", "5g", "cloud")},
+        "scale": scale(rounds=max(1, rounds // 100)),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=2))

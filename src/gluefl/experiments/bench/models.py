@@ -1,0 +1,99 @@
+"""Training one cohort of the paper's models: our layers for many clients against `vmap`, and what TF32 is worth."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gluefl import models
+from gluefl.clients.rules import Job, LocalSGD, Outcome
+from gluefl.clients.trainers.stacked import Stacked
+from gluefl.experiments.bench.cohort import alternate, pin
+from gluefl.experiments.bench.workloads import CLASSES, COHORT, SAMPLES, SGD
+from gluefl.populations import Samples
+from gluefl.vectors.layout import Layout
+
+# Name, channels and side of the pictures, options.
+WORK: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "shufflenet_v2_x2_0": (3, 28, {}),
+    "mobilenet_v2": (3, 28, {}),
+    "resnet34": (3, 32, {"stem": "3x3"}),
+    "leaf_cnn": (1, 28, {}),
+    "small_cnn": (1, 28, {}),
+}
+
+
+def measure(
+    rounds: int = 5,
+    cores: int = 1,
+    device: str = "cpu",
+    names: tuple[str, ...] = (),
+    cohort: int = COHORT,
+    side: int | None = None,
+) -> dict[str, Any]:
+    """Median seconds a round, with and without TF32, and by vmap, which is what a GPU without our layers would do.
+
+    `tf32_apart`, `vmap_apart`: how far one step's deltas are from those of our layers without TF32 (relative L2).
+    """
+    pin(cores)
+    found = {}
+    for name in names or tuple(WORK):
+        work = partial(_Work, name, device, cohort, side)
+        layers, without_tf32, by_vmap = work(), work(tf32=False), work(by_vmap=True)
+        candidates = {"gluefl_s": layers.play, "without_tf32_s": without_tf32.play, "vmap_s": by_vmap.play}
+        times = alternate(candidates, rounds, device, cores)
+        medians = {key: statistics.median(some) for key, some in times.items()}
+        exact = without_tf32.step()
+        found[name] = {
+            **medians,
+            "ratio": medians["gluefl_s"] / medians["vmap_s"],
+            "tf32_apart": _apart(layers.step(), exact),
+            "vmap_apart": _apart(work(tf32=False, by_vmap=True).step(), exact),
+        }
+    return {"models": found, "cohort": cohort, "device": device, "cores": cores}
+
+
+class _Work:
+    """A cohort to train, always the same. A step that was captured keeps what was allowed then: TF32 is its own."""
+
+    def __init__(
+        self, name: str, device: str, cohort: int, side: int | None, tf32: bool = True, by_vmap: bool = False
+    ) -> None:
+        self.tf32 = tf32
+        channels, usual, options = WORK[name]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module = models.build(name, classes=CLASSES, channels=channels, **options).to(device)
+        layout = Layout.of(module)
+        weights, statistics_ = layout.flatten(module)
+        self.start = weights, statistics_.to(device)
+        rng = np.random.default_rng(0)
+        shape = (SAMPLES, channels, side or usual, side or usual)
+        inputs = torch.from_numpy(rng.integers(256, size=shape, dtype=np.uint8)).to(device)
+        labels = torch.from_numpy(rng.integers(CLASSES, size=SAMPLES)).to(device)
+        self.jobs = [Job(i, Samples(inputs, labels), SGD.batches(rng, SAMPLES)) for i in range(cohort)]
+        self.trainer = Stacked(module, layout, lambda x: x.float() / 255 - 0.5, torch.nn.functional.cross_entropy)
+        if by_vmap:
+            self.trainer._many = None
+
+    def play(self, _: np.random.Generator) -> None:
+        """All steps."""
+        self._train(self.jobs, SGD)
+
+    def step(self) -> Tensor:
+        """The deltas of one step, a row for every client."""
+        jobs = [replace(job, batches=job.batches[:1]) for job in self.jobs]
+        return torch.stack([outcome.delta for outcome in self._train(jobs, replace(SGD, steps=1))])
+
+    def _train(self, jobs: Sequence[Job], sgd: LocalSGD) -> list[Outcome]:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.tf32
+        return list(self.trainer.train(*self.start, jobs, sgd, sgd.lr, None))
+
+
+def _apart(found: Tensor, exact: Tensor) -> float:
+    return float(torch.linalg.norm(found - exact) / torch.linalg.norm(exact))

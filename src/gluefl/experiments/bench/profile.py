@@ -1,0 +1,228 @@
+"""Where the time of a whole GlueFL round goes: by its parts, and on a GPU by its kernels and by what it waits for.
+
+The parts are timed from outside, by putting a stopwatch around the functions that `round.play` calls: the round
+itself knows nothing of it. On a GPU every part is waited for, so that what it started counts as its own. What the GPU
+waits for is another question: for that nothing is held up, the parts are only marked in a profile.
+"""
+
+import math
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from gluefl import wire
+from gluefl.core.federation import Federation, State
+from gluefl.experiments.bench.cohort import pin
+from gluefl.experiments.bench.fleet import authors
+from gluefl.experiments.bench.round import setting
+from gluefl.fleet import Devices, Instant
+from gluefl.simulation import round as round_module
+
+WARM_UP = 12  # rounds; the first ones compile, and only later ones have stale clients and a mask to regenerate
+KERNELS = 12  # shown
+MARK = "gluefl: "
+Span = tuple[float, float]
+STEPS = {
+    "invite": "sampling",
+    "encoded_updates": "packages",
+    "packages": "packages",
+    "first_arrivals": "arrivals",
+    "collect": "uploads",
+    "aggregate": "aggregation",
+    "look_ahead": "looking ahead",
+    "answered": "losses",
+    "record": "record",
+    "publish": "publishing",
+}
+
+
+def measure(
+    rounds: int = 20,
+    cores: int = 1,
+    device: str = "cpu",
+    model_name: str = "",
+    over_commitment: float = 1.3,
+    network: str = "edge",
+) -> dict[str, Any]:
+    """Milliseconds a round by part, means of `rounds`; the parts' sum is longer than a round that nobody watches."""
+    pin(cores)
+    devices: Devices = Instant() if network == "instant" else authors(network, "diurnal")
+    with tempfile.TemporaryDirectory(prefix="gluefl-bench-") as folder:
+        federation, state = setting(device, model_name, over_commitment, Path(folder), devices)
+        settle = torch.cuda.synchronize if device != "cpu" else _nothing
+        state, _ = _play(federation, state, WARM_UP, settle)
+        state, seconds = _play(federation, state, rounds, settle)
+        watch = Stopwatch(settle)
+        with watched(federation, watch) as under_watch:
+            state, _ = _play(under_watch, state, rounds, settle)
+        found: dict[str, Any] = {
+            "round_ms": 1000 * seconds / rounds,
+            "parts_ms": {part: 1000 * s / rounds for part, s in sorted(watch.seconds.items(), key=lambda x: -x[1])},
+        }
+        if device != "cpu":
+            found |= _kernels(federation, state, rounds, settle)
+    return found | {"parameters": federation.layout.size, "device": device, "cores": cores}
+
+
+class Stopwatch:
+    """Seconds by part; what a part calls that has a name of its own is taken off it."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._settle = settle
+        self._inner = [0.0]
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Whatever runs inside belongs to this part."""
+        self._settle()
+        began = time.perf_counter()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            self._settle()
+            took = time.perf_counter() - began
+            self.seconds[name] += took - self._inner.pop()
+            self._inner[-1] += took
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, timed; one that yields is run to its end."""
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self.part(name):
+                found = function(*arguments, **options)
+                return iter(list(found)) if isinstance(found, Iterator) else found
+
+        return timed
+
+
+class Marks(Stopwatch):
+    """Marks the parts in a profile instead of timing them; nothing is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(_nothing)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Whatever runs inside belongs to this part."""
+        with torch.profiler.record_function(MARK + name):
+            yield
+
+
+class Watched:
+    """An object some of whose methods are timed."""
+
+    def __init__(self, inner: Any, watch: Stopwatch, **parts: str) -> None:
+        self._inner, self._watch, self._parts = inner, watch, parts
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return self._watch.around(self._parts[name], found) if name in self._parts else found
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        self._watch.around(self._parts["__setitem__"], self._inner.__setitem__)(key, value)
+
+
+@contextmanager
+def watched(federation: Federation, watch: Stopwatch) -> Iterator[Federation]:
+    """A federation whose rounds are timed by their parts."""
+    seen: Callable[..., Any] = partial(Watched, watch=watch)
+    parts = {
+        "devices": seen(federation.devices, is_online="devices", trip="devices"),
+        "engine": seen(federation.engine, prepare="preparation", train="training"),
+        "strategy": seen(federation.strategy, compress="compression"),
+        "residuals": seen(federation.residuals, get="residuals", __setitem__="residuals"),
+    }
+    steps: dict[str, Any] = {name: watch.around(part, getattr(round_module, name)) for name, part in STEPS.items()}
+    encoding: dict[str, Any] = {
+        name: watch.around("encoding of positions", getattr(wire, name)) for name in ("encode_positions", "measure")
+    }
+    with patch.multiple(round_module, **steps), patch.multiple(wire, **encoding):
+        yield replace(federation, **parts)
+
+
+def _play(f: Federation, state: State, rounds: int, settle: Callable[[], None]) -> tuple[State, float]:
+    began = time.perf_counter()
+    for _ in range(rounds):
+        state, _ = round_module.play(f, state)
+    settle()  # and not before: rounds overlap on a GPU
+    return state, time.perf_counter() - began
+
+
+def _kernels(f: Federation, state: State, rounds: int, settle: Callable[[], None]) -> dict[str, Any]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        state, _ = _play(f, state, rounds, settle)
+    kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    busy_ms = {_short(k.key): k.self_device_time_total / 1000 / rounds for k in kernels[:KERNELS]}
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen, watched(f, Marks()) as marked:
+        _play(marked, state, rounds, settle)
+    busy, parts = [], []
+    for event in seen.events():
+        span = event.time_range.start, event.time_range.end
+        if event.name.startswith(MARK):
+            parts += [(*span, event.name.removeprefix(MARK))] if event.device_type.name == "CPU" else []
+        elif event.device_type.name == "CUDA":
+            busy.append(span)
+    idle = sorted(idle_by_part(busy, parts).items(), key=lambda part: -part[1])
+    return {
+        "kernels_ms": sum(k.self_device_time_total for k in kernels) / 1000 / rounds,
+        "launches": sum(k.count for k in kernels if k.device_type.name == "CUDA") / rounds,
+        "idle_ms": {part: us / 1000 / rounds for part, us in idle},
+        "longest_kernels_ms": busy_ms,
+    }
+
+
+def idle_by_part(busy: Sequence[Span], parts: Sequence[tuple[float, float, str]]) -> dict[str, float]:
+    """How long nothing was busy, between the first and the last that was, by the innermost part that went on then.
+
+    >>> idle_by_part([(0, 1), (4, 5)], [(0, 3, "outer"), (1, 2, "inner")])
+    {'inner': 1.0, 'outer': 1.0, 'elsewhere': 1.0}
+    """
+    idle: defaultdict[str, float] = defaultdict(float)
+    owners = iter(_innermost(parts))
+    owner = next(owners)
+    reached = min((start for start, _ in busy), default=0.0)
+    for start, end in sorted(busy):
+        while reached < start:  # a gap, cut where the owner changes
+            while owner[1] <= reached:
+                owner = next(owners)
+            cut = min(start, owner[1])
+            idle[owner[2]] += cut - reached
+            reached = cut
+        reached = max(reached, end)
+    return dict(idle)
+
+
+def _innermost(parts: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
+    """All time, cut into pieces that belong to one part each; parts lie within each other or apart."""
+    parts = [part for part in parts if part[0] < part[1]]
+    turns = sorted([(start, 1, -end, name) for start, end, name in parts] + [(end, 0, 0.0, "") for _, end, _ in parts])
+    names, reached = ["elsewhere"], -math.inf
+    for time_, begins, _, name in turns:
+        yield reached, time_, names[-1]
+        reached = time_
+        if begins:
+            names.append(name)
+        else:
+            names.pop()
+    yield reached, math.inf, names[-1]
+
+
+def _short(kernel: str) -> str:
+    return kernel.removeprefix("void ").split("(")[0][:100]
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,292 @@
+"""The data of every figure as plain series: what the page draws, and what a paper's plots and CSV files are made of."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from gluefl.experiments.report.reading import Comparison, Run
+from gluefl.experiments.theory.planning import sticky_return, uniform_return
+from gluefl.storage.journal import Line
+
+Unit = Literal["bytes", "seconds", "share", "count"]
+Kind = Literal["mean", "seed", "theory"]  # `mean` is what to look at; single seeds are drawn faintly
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis shows."""
+
+    title: str
+    unit: Unit
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line, or the segments of one kind in stacked bars. `z` is told beside a point, `reached` marks one."""
+
+    label: str
+    kind: Kind
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    z: tuple[float, ...] = ()
+    seed: int | None = None
+    reached: int | None = None  # index of the point at which the target was reached
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure. Bars have `bars`, their labels, and a series for each kind of segment."""
+
+    key: str
+    title: str
+    caption: str
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...]
+    z: str = ""  # what z counts
+    target: float | None = None
+    bars: tuple[str, ...] = ()
+
+
+def figures(comparison: Comparison) -> list[Figure]:
+    """All figures that the journals have the data for."""
+    accuracies = (accuracy_by_download, accuracy_by_time, accuracy_by_rounds)
+    made = [make(comparison) for make in (*accuracies, staleness, time_shares, returns, turnover, clients)]
+    return [figure for figure in made if figure.series]
+
+
+def thinned(figure: Figure, points: int) -> Figure:
+    """The same figure with at most about so many points a line: first, last and the reached one are kept."""
+    return replace(figure, series=tuple(_thin(series, points) for series in figure.series))
+
+
+def _thin(series: Series, points: int) -> Series:
+    count = len(series.x)
+    if count <= points:
+        return series
+    chosen = {round(i * (count - 1) / (points - 1)) for i in range(points)}
+    kept = sorted(chosen if series.reached is None else chosen | {series.reached})
+    x, y, z = (tuple(values[i] for i in kept if values) for values in (series.x, series.y, series.z))
+    return replace(series, x=x, y=y, z=z, reached=None if series.reached is None else kept.index(series.reached))
+
+
+# --- accuracy ---------------------------------------------------------------------------------------------
+
+
+def accuracy(comparison: Comparison, key: str, title: str, axis: Axis, progress: Callable[[Line], Any]) -> Figure:
+    """Accuracy against something that grows with the rounds; nothing where that is not known for every run."""
+    series: list[Series] = []
+    for label, runs in comparison.variants.items():
+        tracks = [_track(run, progress) for run in runs]
+        if not all(tracks):
+            continue
+        rounds = sorted(set.intersection(*(set(track) for track in tracks)))
+        if len(tracks) > 1:
+            means = [[statistics.fmean(track[r][i] for track in tracks) for r in rounds] for i in (0, 1)]
+            series.append(Series(label, "mean", tuple(means[0]), tuple(means[1]), tuple(rounds)))
+        for run, track in zip(runs, tracks):
+            reached = run.summary["reached_round"]
+            x, y = zip(*track.values())
+            place = list(track).index(reached) if reached in track else None
+            kind: Kind = "seed" if len(tracks) > 1 else "mean"
+            series.append(Series(label, kind, x, y, tuple(track), run.seed, place))
+    average = {run.average for run in comparison.runs}
+    over = f"each point is the mean of the last {average.pop()} evaluations" if len(average) == 1 else ""
+    seeds = any(len(runs) > 1 for runs in comparison.variants.values())
+    parts = [
+        over,
+        "a dot: the target is reached" if any(one.reached is not None for one in series) else "",
+        "thin lines: single seeds",
+    ]
+    caption = "; ".join(part for part in parts[: 3 if seeds else 2] if part)
+    caption = caption[:1].upper() + caption[1:] + "." if caption else ""
+    return Figure(key, title, caption, axis, Axis("accuracy", "share"), tuple(series), "round", comparison.target)
+
+
+def _track(run: Run, progress: Callable[[Line], Any]) -> dict[int, tuple[float, float]]:
+    """By round: how far a run is, and the mean of its last evaluations, which is what a target is compared with."""
+    track, seen, far = {}, list[float](), 0.0
+    for line in run.lines:
+        step = progress(line)
+        if step is None:
+            return {}
+        far += step
+        if line["accuracy"] is not None:
+            seen = [*seen, line["accuracy"]][-run.average :]
+            track[int(line["round"])] = (far, math.fsum(seen) / len(seen))
+    return track
+
+
+def _seconds(line: Line) -> float | None:
+    return None if line["clock_s"] is None else line["round_s"] + (line.get("waited_s") or 0.0)
+
+
+def accuracy_by_download(comparison: Comparison) -> Figure:
+    """What the clients have downloaded by an accuracy."""
+    axis = Axis("downloaded by all clients", "bytes")
+    return accuracy(comparison, "accuracy-download", "Accuracy against download", axis, lambda line: line["down_bytes"])
+
+
+def accuracy_by_time(comparison: Comparison) -> Figure:
+    """How long it takes to an accuracy, by the clock of the simulated fleet."""
+    return accuracy(comparison, "accuracy-time", "Accuracy against time", Axis("simulated time", "seconds"), _seconds)
+
+
+def accuracy_by_rounds(comparison: Comparison) -> Figure:
+    """How many rounds it takes to an accuracy."""
+    return accuracy(comparison, "accuracy-rounds", "Accuracy against rounds", Axis("round", "count"), lambda line: 1)
+
+
+# --- bytes and seconds ------------------------------------------------------------------------------------
+
+
+def staleness(comparison: Comparison) -> Figure:
+    """How much of the model a client downloads that last synchronised so many rounds ago."""
+    series = []
+    for label, runs in comparison.variants.items():
+        bins: dict[int, list[tuple[int, float]]] = {}
+        for run in runs:
+            for _, client in _clients(run.lines):
+                if client["staleness"]:  # a client that holds nothing has none, and downloads everything
+                    share = client["down_bytes"] / run.summary["model_bytes"]
+                    bins.setdefault(_bin(client["staleness"]), []).append((client["staleness"], share))
+        means = [[statistics.fmean(one[i] for one in bins[b]) for b in sorted(bins)] for i in (0, 1)]
+        if bins:
+            counts = tuple(len(bins[b]) for b in sorted(bins))
+            series.append(Series(label, "mean", tuple(means[0]), tuple(means[1]), counts))
+    caption = (
+        "Mean download of a client by the rounds since it last synchronised. New clients, who need all, are left out."
+    )
+    x = Axis("rounds since the last synchronisation", "count", log=True)
+    return Figure(
+        "staleness",
+        "Download by staleness",
+        caption,
+        x,
+        Axis("share of the model", "share"),
+        tuple(series),
+        "downloads",
+    )
+
+
+def _bin(rounds: int) -> int:
+    """1, 2, 3, 4 for themselves, then bins that grow by a quarter."""
+    return rounds if rounds < 5 else 5 + math.floor(math.log(rounds / 5) / math.log(1.25) + 1e-9)
+
+
+def time_shares(comparison: Comparison) -> Figure:
+    """Seconds of a mean round by what they are spent on: those of the used client that arrives last."""
+    parts = {"download": "download_s", "compute": "compute_s", "upload": "upload_s", "waiting": "waited_s"}
+    bars = {label: [line for run in runs for line in run.counted] for label, runs in comparison.variants.items()}
+    timed = {label: lines for label, lines in bars.items() if all(line["clock_s"] is not None for line in lines)}
+    series = []
+    for part, key in parts.items():
+        means = tuple(statistics.fmean(line.get(key) or 0.0 for line in lines) for lines in timed.values())
+        if any(means):
+            series.append(Series(part, "mean", tuple(range(len(means))), means))
+    caption = "A mean round: the seconds of the used client that arrives last."
+    axis = Axis("seconds per round", "seconds")
+    return Figure("time", "Where the time goes", caption, axis, Axis("", "count"), tuple(series), bars=tuple(timed))
+
+
+def clients(comparison: Comparison) -> Figure:
+    """What single clients downloaded in the whole run, from the one with the least to the one with the most."""
+    series, known = [], True
+    steps = [i / 100 for i in range(101)]
+    for label, runs in comparison.variants.items():
+        curves = []
+        for run in runs:
+            totals: dict[int, int] = {}
+            for _, client in _clients(run.counted):
+                totals[client["id"]] = totals.get(client["id"], 0) + client["down_bytes"]
+            population = run.config.get("population.clients")
+            known &= population is not None
+            ordered = [0] * ((population or 0) - len(totals)) + sorted(totals.values())
+            if totals:
+                curves.append([ordered[round(step * (len(ordered) - 1))] for step in steps])
+        if curves:
+            series.append(Series(label, "mean", tuple(steps), tuple(statistics.fmean(some) for some in zip(*curves))))
+    of = "clients" if known else "clients that were invited"
+    caption = f"All {of}, from those that downloaded least to those that downloaded most, over the whole run."
+    x, y = Axis(f"share of the {of}", "share"), Axis("downloaded by a client", "bytes")
+    return Figure("clients", "Download of single clients", caption, x, y, tuple(series))
+
+
+# --- who takes part ---------------------------------------------------------------------------------------
+
+
+def returns(comparison: Comparison) -> Figure:
+    """The share of used clients that are next used exactly r rounds later, beside Propositions 1 and 2."""
+    series = []
+    shortest = min((len(run.lines) for run in comparison.runs), default=0)
+    horizon = min(20, shortest // 3)
+    for label, runs in comparison.variants.items():
+        counts, total = [0] * (horizon + 1), 0
+        for run in runs:
+            last: dict[int, int] = {}
+            final = len(run.lines) - horizon  # later uses have not been watched long enough
+            for round, client in _clients(run.lines):
+                if client["fate"] != "used":
+                    continue
+                gap = round - last.get(client["id"], -horizon)
+                counts[gap if gap <= horizon and round - gap <= final else 0] += 1
+                total += round <= final
+                last[client["id"]] = round
+        if total and horizon:
+            lags = tuple(range(1, horizon + 1))
+            series.append(Series(label, "mean", lags, tuple(counts[r] / total for r in lags), tuple(counts[1:])))
+            expected = _expected(runs[0])
+            if expected and (theory := tuple(expected(r) for r in lags)) not in [one.y for one in series]:
+                series.append(Series(label, "theory", lags, theory))
+    caption = "Of the clients used in a round, the share whose next time comes so many rounds later."
+    caption += " Dashed: Propositions 1 and 2." if any(one.kind == "theory" for one in series) else ""
+    x, y = Axis("rounds later", "count"), Axis("share of the used clients", "share")
+    return Figure("returns", "When clients come back", caption, x, y, tuple(series), "returns")
+
+
+def _expected(run: Run) -> Callable[[int], float] | None:
+    n, k, s, c = run.config.get("population.clients"), *map(run.size, ("cohort", "sticky_size", "sticky_cohort"))
+    if not (n and k) or run.config.get("fleet.availability", "always") != "always":
+        return None
+    if s and c:
+        return lambda r: sticky_return(n, k, s, c, r)
+    return lambda r: uniform_return(n, k, r)
+
+
+def turnover(comparison: Comparison) -> Figure:
+    """How many different clients have been used so far; a newcomer joins the sticky group for somebody who leaves."""
+    series, rates = [], []
+    for label, runs in comparison.variants.items():
+        curves, entered = [], 0
+        for run in runs:
+            seen, curve = set[int](), []
+            for line in run.lines:
+                used = [client for _, client in _clients([line]) if client["fate"] == "used"]
+                seen |= {client["id"] for client in used}
+                entered += sum(client["group"] == "others" for client in used)
+                curve.append(len(seen))
+            curves.append(curve)
+        means = [statistics.fmean(some) for some in zip(*curves)]
+        if any(means):
+            series.append(Series(label, "mean", tuple(range(1, len(means) + 1)), tuple(means)))
+        size, rounds = runs[0].size("sticky_size"), sum(len(run.lines) for run in runs)
+        if entered and size:
+            rates.append(
+                f"{label} replaces {entered / rounds:.2g} of its {size} sticky clients a round: "
+                f"one stays for {size * rounds / entered:.0f} rounds in the mean"
+            )
+    caption = "Different clients used so far. " + ("; ".join(rates) + "." if rates else "")
+    title = "Turnover of the sticky group" if rates else "Clients that took part"
+    x, y = Axis("round", "count"), Axis("different clients", "count")
+    return Figure("turnover", title, caption.strip(), x, y, tuple(series))
+
+
+def _clients(lines: Iterable[Line]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every invitation with its round; journals need not have them."""
+    for line in lines:
+        table: dict[str, list[Any]] = line.get("clients") or {}
+        for values in zip(*table.values()):
+            yield int(line["round"]), dict(zip(table, values))

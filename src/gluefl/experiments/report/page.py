@@ -1,0 +1,138 @@
+"""One self-contained page: tables as HTML, figures as data that a small script of its own draws."""
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from gluefl import __version__
+from gluefl.errors import UsageError
+from gluefl.experiments.console import percent
+from gluefl.experiments.report.figures import Figure, Series, figures, thinned
+from gluefl.experiments.report.headline import Headline, differences, headlines
+from gluefl.experiments.report.reading import Comparison, Run, palette, read
+
+# Some 20 bytes a point: the page stays well under 2 MB however many runs it shows.
+POINTS, POINTS_A_LINE = 50_000, 400
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the template shows of a comparison."""
+
+    title: str
+    facts: tuple[str, ...]
+    reason: str
+    headlines: list[Headline]
+    figures: list[Figure]
+    labels: list[str]
+    differences: list[tuple[str, list[str]]]
+    runs: list[Run]
+
+
+def write(folders: Sequence[Path], out: Path) -> Path:
+    """Read some folders and write their page."""
+    comparisons = read(folders)
+    if not comparisons:
+        raise UsageError(f"there is no run in {', '.join(map(str, folders))}: a run folder holds a journal.jsonl.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(render(comparisons), encoding="utf-8")
+    return out
+
+
+def render(comparisons: Sequence[Comparison], version: str = "") -> str:
+    """The page. With a version it asks its server for a newer one; without, it asks nobody for anything."""
+    sections = [_section(comparison) for comparison in comparisons]
+    lines = sum(len(figure.series) for section in sections for figure in section.figures)
+    points = max(8, min(POINTS_A_LINE, POINTS // max(1, lines)))
+    sections = [replace(one, figures=[thinned(figure, points) for figure in one.figures]) for one in sections]
+    data = {
+        "colours": palette(label for section in sections for label in section.labels),
+        "figures": {f"{i}-{figure.key}": _plain(figure) for i, one in enumerate(sections) for figure in one.figures},
+    }
+    environment = Environment(
+        loader=PackageLoader("gluefl", "experiments/report"), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template("page.html").render(
+        sections=sections,
+        colours=data["colours"],
+        data=Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),  # a label must not end the script
+        style=Markup(_asset("style.css")),
+        script=Markup(_asset("charts.js")),
+        live=Markup(_asset("live.js")) if version else "",
+        version=version,
+        program=f"gluefl {__version__}",
+        when=time.strftime("%Y-%m-%d %H:%M"),
+    )
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+def _section(comparison: Comparison) -> Section:
+    first = [*comparison.runs, *comparison.unread][0]
+    config = first.config
+    models = dict.fromkeys(str(run.config.get("model.name", run.config.get("model"))) for run in comparison.runs)
+    population = config.get("population.name", config.get("population", "an unknown population"))
+    networks = dict.fromkeys(run.config.get("fleet.network", "instant") for run in comparison.runs)
+    seeds = sorted({run.seed for run in comparison.runs if run.seed is not None})
+    facts = [
+        f"{config['population.clients']:,} clients" if "population.clients" in config else "",
+        f"{first.size('cohort')} used a round" if first.size("cohort") else "",
+        f"target {percent(first.target)}" if first.target else "no target",
+        f"network {', '.join(networks)}" if any(name != "instant" for name in networks) else "",
+        f"seed{'s' if len(seeds) > 1 else ''} {_ranges(seeds)}" if seeds else "",
+    ]
+    return Section(
+        title=", ".join([str(population), *(name for name in models if name != "None")]),
+        facts=tuple(fact for fact in facts if fact),
+        reason=comparison.reason,
+        headlines=headlines(comparison),
+        figures=figures(comparison),
+        labels=list(comparison.variants),
+        differences=differences(comparison),
+        runs=[*comparison.runs, *comparison.unread],
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 as 1–3, 7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)
+
+
+def _plain(figure: Figure) -> dict[str, Any]:
+    """A figure as JSON, with the digits that an eye can see."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, float):
+            return int(value) if value.is_integer() else float(f"{value:.5g}")
+        return value
+
+    def series(one: Series) -> dict[str, Any]:
+        fields = {key: value for key, value in vars(one).items() if value not in (None, ())}
+        return {key: [short(v) for v in value] if isinstance(value, tuple) else value for key, value in fields.items()}
+
+    return {
+        "title": figure.title,
+        "x": asdict(figure.x),
+        "y": asdict(figure.y),
+        "z": figure.z,
+        "target": figure.target,
+        "bars": figure.bars,
+        "file": re.sub(r"[^\w-]", "-", figure.key),
+        "series": [series(one) for one in figure.series],
+    }

@@ -1,0 +1,152 @@
+"""What a study answers: grids of estimates, the same for the terminal, for markdown and as JSON."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gluefl.experiments.console import percent
+from gluefl.experiments.studies.catalogue import Study
+from gluefl.experiments.studies.intervals import Estimate, estimate
+from gluefl.experiments.studies.measures import MEASURES, Form, Run, common_target
+from gluefl.fleet import Fleet
+
+AT_TARGET = {"rounds", "download", "total", "download_time", "total_time"}  # measures up to the target
+SKIPPED = ((1, 1), (2, 2), (3, 5), (6, 10), (11, 20), (21, 50), (51, None))  # rounds since the last download
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of all rows."""
+
+    name: str
+    heading: str
+    form: Form
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: rows by label, a figure or nothing in each cell."""
+
+    title: str
+    corner: str
+    columns: tuple[Column, ...]
+    rows: Mapping[str, Mapping[str, Estimate | None]]
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures, rows by label and columns by name."""
+        rows = {
+            label: {name: cell.as_json() if cell else None for name, cell in cells.items()}
+            for label, cells in self.rows.items()
+        }
+        return {"title": self.title, "rows": rows, "notes": [*self.notes]}
+
+
+def findings(study: Study, runs: Sequence[Run], at: float | None = None) -> list[Grid]:
+    """The tables of a study whose runs are over, at an accuracy or at those that the study chooses."""
+    targets = [at] if at is not None else _targets(study, runs)
+    grids = [main_table(study, runs, target) for target in targets] if study.measures else []
+    return grids + [TABLES[name](runs) for name in study.tables]
+
+
+def _targets(study: Study, runs: Sequence[Run]) -> list[float | None]:
+    """The target of the configuration; where not every run reached it, the highest that all of them did, too."""
+    configured = {run.config.target for run in runs}
+    common, target = common_target(runs), configured.pop() if len(configured) == 1 else None
+    if target is None:
+        return [common]
+    missed = any(run.until(target) is None for run in runs if run.error is None)
+    return [target, common] if AT_TARGET & set(study.measures) and missed and common else [target]
+
+
+def main_table(study: Study, runs: Sequence[Run], target: float | None) -> Grid:
+    """A row per run, means over the seeds; ratios are taken seed by seed, which share start and data."""
+    by_label = _by_label(runs)
+    base = {run.seed: run for run in by_label.get(study.baseline or "", [])}
+    columns, rows = list[Column](), {label: dict[str, Estimate | None]() for label in by_label}
+    for name in study.measures:
+        measure = MEASURES[name]
+        columns.append(Column(name, measure.heading, measure.form))
+        for label, some in by_label.items():
+            rows[label][name] = estimate([measure.of(run, target) for run in some])
+        if name in study.ratios and base:
+            columns.append(Column(f"{name}_ratio", f"to {study.baseline}", "number"))
+            for label, some in by_label.items():
+                ratios = [_ratio(measure.of(run, target), _of(base.get(run.seed), measure.of, target)) for run in some]
+                rows[label][f"{name}_ratio"] = estimate(ratios)
+    at_target = AT_TARGET & set(study.measures)
+    title = f"At {percent(target)} accuracy" if at_target and target is not None else "Over all rounds"
+    return Grid(title, "run", tuple(columns), rows, _notes(runs, target if at_target else None))
+
+
+def by_skipped_rounds(runs: Sequence[Run]) -> Grid:
+    """Figure 2b: the share of the model a client downloads by the rounds since its last download."""
+    by_label = _by_label(runs)
+    rows = {}
+    for first, last in SKIPPED:
+        label = "51 or more" if last is None else str(first) if first == last else f"{first}–{last}"
+        rows[label] = {
+            name: estimate([_downloaded(run, first, last) for run in some]) for name, some in by_label.items()
+        }
+    columns = tuple(Column(name, name, "percent") for name in by_label)
+    return Grid("Share of the model downloaded", "rounds since the last download", columns, rows)
+
+
+def bandwidths(runs: Sequence[Run] = (), clients: int = 100_000) -> Grid:
+    """Figure 1: quantiles of the networks, in Mbit/s, and who is at 10 Mbit/s or below."""
+    columns = [Column(f"p{p}", f"{p}%", "speed") for p in (5, 10, 25, 50, 75, 90, 95)]
+    rows = {}
+    for network in ("edge", "5g", "cloud"):
+        speeds = Fleet(network, "always", seed=1).speeds(np.arange(clients))
+        for direction, mbps in (("down", speeds.down_mbps), ("up", speeds.up_mbps)):
+            cells = {column.name: _exact(np.quantile(mbps, int(column.name[1:]) / 100)) for column in columns}
+            rows[f"{network} {direction}"] = {**cells, "slow": _exact((mbps <= 10).mean())}
+    slow = Column("slow", "at most 10 Mbit/s", "percent")
+    return Grid(f"Mbit/s of {clients:,} clients, quantiles", "network", (*columns, slow), rows)
+
+
+TABLES: dict[str, Callable[[Sequence[Run]], Grid]] = {
+    "by_skipped_rounds": by_skipped_rounds,
+    "bandwidths": bandwidths,
+}
+
+
+def _downloaded(run: Run, first: int, last: int | None) -> float | None:
+    shares = [
+        size / run.model_bytes
+        for line in run.lines
+        for age, size in zip(line["clients"]["staleness"], line["clients"]["down_bytes"])
+        if age is not None and age >= first and (last is None or age <= last)
+    ]
+    return statistics.fmean(shares) if shares else None
+
+
+def _by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    result: dict[str, list[Run]] = {}
+    for run in runs:
+        result.setdefault(run.label, []).append(run)
+    return result
+
+
+def _of(run: Run | None, of: Callable[[Run, float | None], float | None], target: float | None) -> float | None:
+    return None if run is None else of(run, target)
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return None if value is None or not base else value / base
+
+
+def _exact(value: Any) -> Estimate:
+    return Estimate(float(value), None, (float(value),))
+
+
+def _notes(runs: Sequence[Run], target: float | None) -> tuple[str, ...]:
+    notes = [f"{run.label}, seed {run.seed}, diverged after round {len(run.lines)}." for run in runs if run.error]
+    if target is not None:
+        missed = [run for run in runs if not run.error and run.until(target) is None]
+        aim = percent(target)
+        notes += [f"{run.label}, seed {run.seed}, did not reach {aim} (best {run.best or 0:.1%})." for run in missed]
+    return tuple(notes)

@@ -1,0 +1,85 @@
+"""A study's tables in the terminal and as markdown."""
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from gluefl.experiments.console import duration, volume
+from gluefl.experiments.studies.catalogue import Study
+from gluefl.experiments.studies.findings import Grid
+from gluefl.experiments.studies.intervals import Estimate
+from gluefl.experiments.studies.measures import Form
+
+WIDTH = 240  # characters, in a file
+FORMS = {
+    "count": "{:.0f}",
+    "number": "{:.2f}",
+    "percent": "{:.1%}",
+    "seconds": "{:.1f} s",
+}
+
+
+def written(value: float, form: Form) -> str:
+    """A figure as people read it."""
+    if form == "volume":
+        return volume(value)
+    if form == "speed":
+        return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+    return duration(value) if form == "duration" else FORMS[form].format(value)
+
+
+def cell(found: Estimate | None, form: Form) -> str:
+    """Mean ± half the width of the interval; a dash where nothing was measured, a star where something is missing."""
+    if found is None:
+        return "–"
+    spread = "" if found.half_width is None else f" ± {written(found.half_width, form)}"
+    return f"{written(found.mean, form)}{spread}{'*' if found.missing else ''}"
+
+
+def show(grids: Sequence[Grid]) -> None:
+    """Print them; wide when it is not a terminal that has a width."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    for grid in grids:
+        console.print(table(grid))
+
+
+def table(grid: Grid) -> Table:
+    """For the terminal."""
+    result = Table(title=grid.title, title_justify="left", caption_justify="left")
+    result.add_column(grid.corner)
+    for column in grid.columns:
+        result.add_column(column.heading, justify="right")
+    for row in _cells(grid):
+        result.add_row(*row)
+    result.caption = "\n".join([*grid.notes, *_legend(grid)]) or None
+    return result
+
+
+def markdown(study: Study, grids: Sequence[Grid], heading: str) -> str:
+    """For docs/reproduction.md: the question, the tables, their notes."""
+    parts = [f"### {study.name}: {study.question}", f"Paper: {study.found}", heading]
+    for grid in grids:
+        header = [grid.corner, *(column.heading for column in grid.columns)]
+        lines = [f"**{grid.title}**", "", _line(header), _line(["---"] + ["---:"] * len(grid.columns))]
+        parts.append("\n".join(lines + [_line(row) for row in _cells(grid)]))
+        parts += [*grid.notes, *_legend(grid)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(grid: Grid) -> list[list[str]]:
+    return [
+        [label, *(cell(cells[column.name], column.form) for column in grid.columns)]
+        for label, cells in grid.rows.items()
+    ]
+
+
+def _legend(grid: Grid) -> list[str]:
+    found = [found for cells in grid.rows.values() for found in cells.values() if found]
+    legend = ["± is half of the 95% interval over the seeds."] if any(e.half_width is not None for e in found) else []
+    return legend + (["* not in all seeds."] if any(e.missing for e in found) else [])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,1 @@
+"""Sticky sampling on paper: staleness, variance, which sizes to choose."""

@@ -1,0 +1,102 @@
+"""How stale sampled clients are, how much of the model changes meanwhile, and so how much they download.
+
+docs/planning.md derives it and compares it with a measured run.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gluefl.core.sampling import Sampler, Sticky, Uniform, extra_invitations
+from gluefl.errors import UsageError
+
+Floats = NDArray[np.float64]
+
+
+def staleness(sampler: Sampler, clients: int, rounds: int) -> Floats:
+    """The chance that an invited client was last invited 1, 2, …, `rounds` rounds ago, in the long run.
+
+    Propositions 1 and 2 without over-commitment; with it, those who come too late hold the model too. Everyone is
+    assumed to be online and equally fast.
+    """
+    if isinstance(sampler, Uniform):
+        p = (sampler.cohort + extra_invitations(sampler.over_commitment, sampler.cohort)) / clients
+        return p * (1 - p) ** np.arange(rounds, dtype=np.float64)
+    assert isinstance(sampler, Sticky)
+    k, s, c = sampler.cohort, sampler.sticky_size, sampler.sticky_cohort
+    inside, outside = sampler.invitations()
+    evicted = (k - c) / (s - c)  # a sticky client that was not used
+    # Of those invited, who is in the group afterwards: the used ones, and the late sticky ones that were not evicted.
+    sticky = (k + (inside - c) * (1 - evicted)) / (inside + outside)
+    other = 1 - sticky
+    found = np.zeros(rounds)
+    for r in range(rounds):
+        found[r] = sticky * inside / s + other * outside / (clients - s)
+        waiting = sticky * (1 - inside / s)
+        sticky, other = waiting * (1 - evicted), other * (1 - outside / (clients - s)) + waiting * evicted
+    return found
+
+
+def missing_share(q: float, q_shared: float, regenerate_every: int | None, rounds: int) -> Floats:
+    """The share of the coordinates that change in 1, 2, …, `rounds` updates of mask shifting.
+
+    The first update changes q of them. Each later one keeps to the shared mask, all of which has changed already,
+    and picks q − q_shr outside it; one that regenerates picks q anywhere. Picks of different rounds are independent,
+    but some coordinates are picked more often: with exponentially distributed rates, the odds of having changed
+    add up over the picks. (All rates alike would be the worst case, 1 − (1−q)^r without a shared mask.)
+    """
+    fresh, unique = _odds(q), _odds((q - q_shared) / (1 - q_shared))
+    later = np.arange(rounds, dtype=np.float64)
+    if regenerate_every is None:
+        return _chance(fresh + later * unique)
+    fewer = later // regenerate_every  # regenerations among the later updates: so many, or one more, by the phase
+    more = later % regenerate_every / regenerate_every
+    few, many = (_chance(fresh * (1 + n) + unique * np.maximum(later - n, 0)) for n in (fewer, fewer + 1))
+    return (1 - more) * few + more * many
+
+
+def in_bytes(missing: Floats, q_shared: float) -> Floats:
+    """Values at a share of the positions, as a share of the model's bytes: the mask, and the positions outside it
+    that are sent, at their entropy of at most one bit beside 32 for a value."""
+    rest = 1 - q_shared
+    outside = np.clip((missing - q_shared) / rest, 0, 1)
+    return missing + (rest * _entropy(outside) + _entropy(np.array(q_shared))) / 32
+
+
+def download_share(stale: Floats, missing: Floats, whole: float = 1.0) -> float:
+    """The mean share of the model in a download over the first `len(stale)` rounds, first downloads included.
+
+    In round t, K·f(r) of the K clients return after r rounds for every r < t; the others come for the first time.
+    """
+    rounds = len(stale)
+    counted = stale * (1 - np.arange(1, rounds + 1) / rounds)
+    return float(counted @ missing + (1 - counted.sum()) * whole)
+
+
+def measured_share(lines: Sequence[dict[str, Any]], model_bytes: int, rounds: int) -> Floats:
+    """What a client downloaded after 1, 2, … rounds according to a journal; between and beyond, interpolated."""
+    sums: dict[int, list[float]] = {}
+    for line in lines:
+        for age, size in zip(line["clients"]["staleness"], line["clients"]["down_bytes"]):
+            if age:
+                sums.setdefault(age, []).append(size / model_bytes)
+    if not sums:
+        raise UsageError("no client of this run came a second time: its journal tells nothing of staleness.")
+    ages = sorted(sums)
+    return np.interp(np.arange(1, rounds + 1), ages, [math.fsum(sums[a]) / len(sums[a]) for a in ages])
+
+
+def _odds(chance: float) -> float:
+    return chance / (1 - chance) if chance < 1 else math.inf
+
+
+def _chance(odds: Floats) -> Floats:
+    return 1 - 1 / (1 + odds)
+
+
+def _entropy(chance: Floats) -> Floats:
+    p = np.clip(chance, 1e-12, 1 - 1e-12)
+    return -(p * np.log2(p) + (1 - p) * np.log2(1 - p))

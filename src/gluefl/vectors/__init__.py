@@ -1,0 +1,1 @@
+"""A model as flat vectors: its layout, masks, sparse parts, top-k."""
