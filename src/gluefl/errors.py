@@ -22,6 +22,10 @@ class UsageError(GlueFLError):
     exit_code = 2
 
 
+class Diverged(GlueFLError):
+    """The training diverged: a loss or an update is not finite."""
+
+
 class DataError(GlueFLError):
     """A data or trace file that is missing, broken or not what it should be."""
 

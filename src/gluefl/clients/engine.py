@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from gluefl.accel.cores import beside, moved_beside
+from gluefl.accel.streams import moved
+from gluefl.accel.threads import submit
+from gluefl.clients.cohort import Cohort
 from gluefl.clients.rules import Job, LocalSGD, Outcome, Trainer
 from gluefl.errors import DataError
 from gluefl.populations import Population, Samples
@@ -42,10 +43,10 @@ class LocalEngine:
             return
         self.ready.update({(round, c): self._job(c, round, samples) for c, samples in found.items() if len(samples)})
 
-    def train(
-        self, weights: Tensor, statistics: Tensor, clients: Sequence[int], round: int, frozen: Tensor | None
-    ) -> Iterator[Outcome]:
+    def train(self, cohort: Cohort) -> Iterator[Outcome]:
         """One outcome per client."""
+        round, clients = cohort.round, cohort.clients
+        weights, statistics, frozen = cohort.weights, cohort.statistics, cohort.frozen
         ready = {client: self.ready[round, client] for client in clients if (round, client) in self.ready}
         for key in [key for key in self.ready if key[0] < round]:  # of this one other clients may be trained yet
             del self.ready[key]
@@ -61,12 +62,12 @@ class LocalEngine:
         """What the clients train on. Off the CPU it is brought there, made on all cores, and kept for the next time."""
         if self.device.type == "cpu":
             return {client: self.population.train(client) for client in clients}
-        new = {client: beside(self.population.train, client) for client in clients if client not in self.near}
+        new = {client: submit(self.population.train, client) for client in clients if client not in self.near}
         return {client: self.near.get(client, partial(self._moved, new, client)) for client in clients}
 
     def _moved(self, new: Mapping[int, "Future[Samples]"], client: int) -> Samples:
         samples = new[client].result() if client in new else self.population.train(client)
-        return Samples(*(moved_beside(values, self.device) for values in (samples.inputs, samples.labels)))
+        return Samples(*(moved(values, self.device) for values in (samples.inputs, samples.labels)))
 
     def _job(self, client: int, round: int, samples: Samples) -> Job:
         if not len(samples):

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gluefl.accel.cores import beside, overtaking
+from gluefl.accel.streams import on_side_stream
+from gluefl.accel.threads import submit
 from gluefl.errors import GlueFLError
 
 SLAB = 1 << 26  # bytes that are taken from the system at a time
@@ -171,7 +172,7 @@ class Residuals:
             self._length += self.record_bytes
         elif any(offset == other for other, _ in self._writing):
             self.flush()  # the older one first
-        self._writing.append((offset, beside(_write, self._path, offset, scale, vector, self._started)))
+        self._writing.append((offset, submit(_write, self._path, offset, scale, vector, self._started)))
         self._offsets[client] = offset
 
     def flush(self) -> None:
@@ -282,7 +283,7 @@ def _places(size: int, like: Tensor) -> list[Tensor]:
 def _write(path: Path, offset: int, scale: float, vector: Tensor, started: "torch.cuda.Event | None") -> None:
     if started is not None:
         started.synchronize()
-    with overtaking(vector.device, "checkpoint"):
+    with on_side_stream(vector.device, "checkpoint"):
         vector = vector.cpu()
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.seek(offset)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gluefl.vectors.selection import Sparse
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.sparse import Sparse
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class Ledger:
         """The version a client holds, None if it needs the whole model."""
         return self.held.get(client)
 
-    def missing(self, base: int | None) -> Tensor:
-        """A mask of the coordinates that changed since a version."""
+    def missing(self, base: int | None) -> Mask:
+        """The coordinates that changed since a version; all of them for a client that holds none."""
         if base is None:
-            return torch.ones_like(self.changed_at, dtype=torch.bool)
-        return self.changed_at > base
+            return Mask.uniform(self.changed_at.numel(), True, self.changed_at.device)
+        return Mask(self.changed_at > base)
 
     def staleness(self, client: int) -> int | None:
         """How many versions a client is behind, None if it was never synchronised."""

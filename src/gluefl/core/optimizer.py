@@ -1,21 +1,34 @@
-"""The server's own step: learning rate and momentum on the published update.
-
-Momentum lives on the coordinates of the update alone. A velocity that moved every coordinate in every round would
-make every update dense, and undo what masking saves.
-"""
+"""The server's own step on what the clients' updates add up to."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gluefl.strategies import Space
-from gluefl.vectors.selection import Sparse
+from gluefl.vectors.sparse import Sparse
+
+
+class Optimizer(Protocol):
+    """A step of the server. `Traits.optimizer_acts_on` of the strategy says whether it is given the sum of all
+    updates, as a whole vector, or the update that is published. The state is a tree, as that of a strategy."""
+
+    def init(self, space: Space) -> Any:
+        """The state before round 1."""
+        ...
+
+    def step(self, state: Any, update: Sparse) -> tuple[Any, Sparse]:
+        """The next state, and the update to go on with: on the same positions."""
+        ...
 
 
 @dataclass(frozen=True)
 class Server:
-    """w ← w + lr · v, v ← momentum · v + Δ, on the positions of Δ."""
+    """SGD: w ← w + lr · v, v ← momentum · v + Δ, on the positions of Δ.
+
+    A velocity that moved every coordinate in every round would make every update dense and undo what masking saves.
+    """
 
     lr: float = 1.0
     momentum: float = 0.0
@@ -24,15 +37,13 @@ class Server:
         """The velocity before round 1."""
         return torch.zeros(space.size, device=space.device) if self.momentum else None
 
-    def step(self, velocity: Tensor | None, update: Sparse) -> tuple[Tensor | None, Sparse]:
+    def step(self, state: Tensor | None, update: Sparse) -> tuple[Tensor | None, Sparse]:
         """The next velocity and the update to publish."""
-        if velocity is None and self.lr == 1:
+        velocity, values = state, update.values if state is not None or self.lr != 1 else None
+        if values is None:
             return velocity, update
-        values = update.values
         if velocity is not None:
             velocity = velocity.clone()
             values = self.momentum * velocity[update.positions] + values
             velocity[update.positions] = values
-        if self.lr != 1:
-            values = self.lr * values
-        return velocity, Sparse(update.positions, values, update.size)
+        return velocity, update.with_values(values if self.lr == 1 else self.lr * values)

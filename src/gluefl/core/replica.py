@@ -38,3 +38,10 @@ class Replica:
                 f"after the package the replica's hash is {patched.hash.hex()}, {header.hash.hex()} was announced"
             )
         return patched
+
+
+def remembered_hash(hashes: dict[int, bytes], version: int, weights: Tensor, statistics: Tensor) -> bytes:
+    """The hash of a version of the model, from `hashes` if it is there, and there afterwards."""
+    if version not in hashes:
+        hashes[version] = wire.replica_hash(weights, statistics)
+    return hashes[version]

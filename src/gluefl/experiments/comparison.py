@@ -38,6 +38,7 @@ def execute(
     plan = planned(variants, seeds, out, single)
     check(plan, resume)
     from gluefl.simulation.build import run  # torch comes with it: after everything that can be refused at once
+    from gluefl.simulation.settings import Options
 
     runs = []
     with RunProgress() as progress:
@@ -47,6 +48,9 @@ def execute(
                 name = item.label if len(seeds) == 1 else item.name
                 shown = progress.run(name, item.config.rounds, item.config.target)
                 with shown as show, tracker(item.folder) as others:
-                    summary = run(item.config, item.folder, device, resume, [show, *others]).summary
+                    summary = run(
+                        item.config,
+                        Options(item.folder, resume, (show, *others), progress=False, device=device),
+                    ).summary
             runs.append({"strategy": item.label, "seed": item.seed} | {key: summary[key] for key in KEYS})
     return runs

@@ -28,8 +28,17 @@ class Trip:
         return self.lost_s is None or self.lost_s >= self.download_s
 
 
+@dataclass(frozen=True)
+class Arrivals:
+    """Which arrivals a round uses, and what it charges for the others."""
+
+    deadline_s: float | None = None  # arrivals after it are not used
+    authors_arrivals: bool = False  # use a random choice of the sticky clients that were fast enough
+    stop_late_downloads: bool = False  # a late client is told to stop: charge what it had when the round ended
+
+
 class Devices(Protocol):
-    """What a round needs to know of the devices: `Instant` and `Fleet` answer it, from the arguments alone."""
+    """What a round needs to know of the devices. `Instant` and `Fleet` answer from the arguments alone."""
 
     @property
     def timed(self) -> bool:

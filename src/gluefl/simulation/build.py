@@ -1,8 +1,7 @@
 """From a configuration to a run: builds the parts a `Config` names and hands them to `train`."""
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,19 +12,13 @@ from gluefl.clients.rules import LocalSGD
 from gluefl.config import Config, to_toml
 from gluefl.core.optimizer import Server
 from gluefl.core.sampling import Sampler, Sticky, Uniform
-from gluefl.fleet import Devices, Fleet, Instant
-from gluefl.simulation.run import Callback, Options, Result, train
+from gluefl.fleet import Arrivals, Devices, Fleet, Instant
+from gluefl.simulation.run import Result, train
+from gluefl.simulation.settings import Evaluation, Options, Setting
 from gluefl.strategies.registry import STRATEGIES
 
 
-def run(
-    config: Config,
-    out: Path | None,
-    device: str = "cpu",
-    resume: bool = False,
-    callbacks: Sequence[Callback] = (),
-    checkpoint_at_end: bool = True,
-) -> Result:
+def run(config: Config, options: Options) -> Result:
     """Carry out a configuration; everything it says is checked before anything is written."""
     population = populations.build(
         config.population.name,
@@ -36,42 +29,39 @@ def run(
     if skipped := getattr(population, "skipped", 0):
         print(f"{skipped} broken samples of {config.population.name} are left out", file=sys.stderr)
     settings = config.training.model_dump(exclude={"trainer", "tf32"})
+    evaluation, device_gb = config.evaluation, config.residuals.device_gb
     return train(
-        model=build_model(config, population.classes, population.shape),
-        population=population,
-        strategy=STRATEGIES[config.strategy.name](**config.strategy.parameters()),
+        build_model(config, population.classes, population.shape),
+        population,
+        STRATEGIES[config.strategy.name](**config.strategy.parameters()),
         sampler=build_sampler(config),
         rounds=config.rounds,
-        target=config.target,
-        seed=config.seed,
-        training=LocalSGD(**settings),
-        server=Server(config.server.lr, config.server.momentum),
-        devices=build_devices(config, population.clients),
-        importance=config.sampling.importance,
-        metric=METRICS[config.evaluation.metric],
-        evaluate_every=config.evaluation.every,
-        average=config.evaluation.average,
-        evaluation_batch=config.evaluation.batch,
-        stop_at_target=config.evaluation.stop_at_target,
-        client_percentiles=config.evaluation.clients,
-        arrivals={
-            "deadline_s": config.fleet.deadline_s,
-            "authors_arrivals": config.fleet.authors_arrivals,
-            "stop_late_downloads": config.fleet.stop_late_downloads,
-        },
-        callbacks=callbacks,
-        out=out,
-        resume=resume,
-        description=to_toml(config),
-        options=Options(
-            device=device,
+        setting=Setting(
+            seed=config.seed,
+            training=LocalSGD(**settings),
+            server=Server(config.server.lr, config.server.momentum),
+            importance=config.sampling.importance,
+            devices=build_devices(config, population.clients),
+            arrivals=Arrivals(config.fleet.deadline_s, config.fleet.authors_arrivals, config.fleet.stop_late_downloads),
+            evaluation=Evaluation(
+                every=evaluation.every,
+                average=evaluation.average,
+                metric=METRICS[evaluation.metric],
+                batch=evaluation.batch,
+                target=config.target,
+                stop_at_target=evaluation.stop_at_target,
+                clients=evaluation.clients,
+            ),
+        ),
+        options=replace(
+            options,
+            description=to_toml(config),
             trainer=config.training.trainer,
             tf32=config.training.tf32 is not False,
             encode=config.wire.encode,
             checkpoint_every=config.checkpoint.every,
-            checkpoint_at_end=checkpoint_at_end,
             residual_memory_bytes=int(config.residuals.memory_gb * 10**9),
-            residual_device_bytes=None if (gb := config.residuals.device_gb) is None else int(gb * 10**9),
+            residual_device_bytes=None if device_gb is None else int(device_gb * 10**9),
             residual_half=config.residuals.half,
         ),
     )

@@ -11,30 +11,22 @@ import torch
 from torch import Tensor
 
 from gluefl import wire
-from gluefl.core.replica import Replica
+from gluefl.core.records import Parcel
+from gluefl.core.replica import Replica, remembered_hash
+from gluefl.core.server import Core
 from gluefl.errors import GlueFLError
-from gluefl.vectors.layout import Layout
-from gluefl.vectors.selection import Sparse
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """A message on its way down: its size, and its bytes where they were made."""
-
-    header: wire.Header
-    size_bytes: int
-    density: float  # share of the model it holds
-    data: bytes | None = None
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.sparse import Listed
 
 
 class Channel(Protocol):
     """Carries packages down and uploads up."""
 
-    def hash(self, version: int | None, weights: Tensor, statistics: Tensor) -> bytes:
-        """The hash of a version of the model, computed once, or zeros where nobody checks it."""
+    def hash(self, version: int, weights: Tensor, statistics: Tensor) -> bytes:
+        """The hash of a version of the model, computed once, or zeros where it is not checked."""
         ...
 
-    def send(self, header: wire.Header, body: wire.Body) -> Parcel:
+    def send(self, header: wire.Header, body: wire.Body, encoding: wire.Encoding) -> Parcel:
         """Encode or measure a package."""
         ...
 
@@ -42,8 +34,8 @@ class Channel(Protocol):
         """The client finished this download."""
         ...
 
-    def receive(self, header: wire.Header, body: wire.Body) -> wire.Body:
-        """What arrives of an upload; its length is `wire.measure(body)`."""
+    def receive(self, header: wire.Header, loss: float | Tensor, body: wire.Body, encoding: wire.Encoding) -> wire.Body:
+        """What arrives of an upload. The loss is apart from the header: on an asynchronous device reading it waits."""
         ...
 
 
@@ -51,18 +43,18 @@ class Channel(Protocol):
 class Measured:
     """Every message is measured, none is made."""
 
-    def hash(self, version: int | None, weights: Tensor, statistics: Tensor) -> bytes:
-        """Nobody checks it."""
+    def hash(self, version: int, weights: Tensor, statistics: Tensor) -> bytes:
+        """Not checked."""
         return wire.NO_HASH
 
-    def send(self, header: wire.Header, body: wire.Body) -> Parcel:
-        """The size alone; a body that is sent to many is measured once."""
-        return Parcel(header, wire.measure(body), body.update.density)
+    def send(self, header: wire.Header, body: wire.Body, encoding: wire.Encoding) -> Parcel:
+        """The size alone."""
+        return Parcel(header, wire.message_bytes(encoding), encoding.support.density)
 
     def deliver(self, client: int, parcel: Parcel) -> None:
         """Nothing to do: the ledger knows."""
 
-    def receive(self, header: wire.Header, body: wire.Body) -> wire.Body:
+    def receive(self, header: wire.Header, loss: float | Tensor, body: wire.Body, encoding: wire.Encoding) -> wire.Body:
         """The upload as it is."""
         return body
 
@@ -71,57 +63,45 @@ class Measured:
 class Encoded:
     """Every message is encoded and decoded, and every touched client keeps a replica: for checks, not for speed."""
 
-    layout: Layout
-    run: bytes
+    core: Core
     replicas: dict[int, Replica] = field(default_factory=dict)
     hashes: dict[int, bytes] = field(default_factory=dict)
 
-    def hash(self, version: int | None, weights: Tensor, statistics: Tensor) -> bytes:
+    def hash(self, version: int, weights: Tensor, statistics: Tensor) -> bytes:
         """Computed when a version is first sent, remembered for the clients that hold it."""
         return remembered_hash(self.hashes, version, weights, statistics)
 
-    def send(self, header: wire.Header, body: wire.Body) -> Parcel:
+    def send(self, header: wire.Header, body: wire.Body, encoding: wire.Encoding) -> Parcel:
         """The true bytes."""
         if header.base is not None:
             header = replace(header, base_hash=self.hashes.get(header.base, wire.NO_HASH))
-        data = wire.encode(header, wire.encode_body(body), self.layout.size, self.layout.statistics_size)
-        return Parcel(header, len(data), body.update.density, data)
+        data = self._encode(header, body, encoding)
+        return Parcel(header, len(data), encoding.support.density, data)
 
     def deliver(self, client: int, parcel: Parcel) -> None:
         """Decode the package and patch the client's replica; `apply` compares the hashes."""
         assert parcel.data is not None
-        header, body = wire.decode(parcel.data, self._expected(wire.PACKAGE, None))
+        header, body = wire.decode(parcel.data, self.core.expected(wire.PACKAGE))
         if header.base is not None and client not in self.replicas:
             return  # it was synchronised before the run was resumed: its replica went with the old process
-        held = self.replicas.get(client) or Replica(
-            body.update.values.new_zeros(self.layout.size),
-            body.statistics.new_zeros(self.layout.statistics_size),
-        )
+        layout = self.core.layout
+        held = self.replicas.get(client) or Replica(torch.zeros(layout.size), torch.zeros(layout.statistics_size))
         self.replicas[client] = held.apply(header, body)
 
-    def receive(self, header: wire.Header, body: wire.Body) -> wire.Body:
+    def receive(self, header: wire.Header, loss: float | Tensor, body: wire.Body, encoding: wire.Encoding) -> wire.Body:
         """Encode as the client does, decode as the server does."""
-        data = wire.encode(header, wire.encode_body(body), self.layout.size, self.layout.statistics_size)
-        if len(data) != wire.measure(body):
-            raise GlueFLError(f"a message was measured as {wire.measure(body)} bytes and has {len(data)}")
-        known = wire.Shared(body.shared.mask.cpu())  # messages are read on a CPU, wherever the model is
-        received = wire.decode(data, self._expected(wire.UPLOAD, known))[1]
+        data = self._encode(replace(header, loss=float(loss)), body, encoding)
+        if len(data) != wire.message_bytes(encoding):
+            raise GlueFLError(f"a message was measured as {wire.message_bytes(encoding)} bytes and has {len(data)}")
+        shared = wire.Shared(Mask(body.shared.mask.bits.cpu()))  # messages are read on a CPU, wherever the model is
+        received = wire.decode(data, self.core.expected(wire.UPLOAD, shared))[1]
         return _on(body.statistics.device, received, body.shared)
 
-    def _expected(self, kind: int, shared: wire.Shared | None) -> wire.Expected:
-        layout = self.layout
-        return wire.Expected(self.run, layout.fingerprint, layout.size, layout.statistics_size, kind, shared)
-
-
-def remembered_hash(hashes: dict[int, bytes], version: int | None, weights: Tensor, statistics: Tensor) -> bytes:
-    """The hash of a version of the model, from `hashes` if it is there, and there afterwards."""
-    if version is None:
-        return wire.NO_HASH
-    if version not in hashes:
-        hashes[version] = wire.replica_hash(weights, statistics)
-    return hashes[version]
+    def _encode(self, header: wire.Header, body: wire.Body, encoding: wire.Encoding) -> bytes:
+        layout = self.core.layout
+        return wire.encode(header, wire.encode_body(body, encoding), layout.size, layout.statistics_size)
 
 
 def _on(device: torch.device, body: wire.Body, shared: wire.Shared) -> wire.Body:
-    update = Sparse(body.update.positions.to(device), body.update.values.to(device), body.update.size)
-    return wire.Body(update, body.statistics.to(device), shared, body.sends_mask)
+    update = Listed(body.update.positions.to(device), body.update.values.to(device), body.update.size)
+    return replace(body, update=update, statistics=body.statistics.to(device), shared=shared)

@@ -6,37 +6,49 @@ killed at, the old checkpoint or the new one is whole.
 
 import json
 import os
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from gluefl.clients.residuals import Residuals
-from gluefl.core.federation import State
 from gluefl.core.ledger import Ledger
+from gluefl.core.server import State
 from gluefl.errors import GlueFLError
-from gluefl.strategies import Space
+from gluefl.storage.tree import put_together, take_apart
 
-VERSION = 1
-HOLDS = "a checkpoint holds a frozen dataclass of tensors, numbers and None, a Space, or None."
+VERSION = 2  # 1 held a flat strategy state and a velocity
+NOTHING: Mapping[str, "Store"] = {}
 
 
-def save(folder: Path, state: State, residuals: Residuals) -> None:
+class Store(Protocol):
+    """What is too large to be written with every checkpoint and keeps files of its own beside it."""
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Write what is not written yet and say where everything lies, as JSON can hold it."""
+        ...
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go back to a checkpoint."""
+        ...
+
+    def discard_old(self) -> None:
+        """Delete what the last checkpoint does not need."""
+        ...
+
+
+def save(folder: Path, state: State, stores: Mapping[str, Store] = NOTHING) -> None:
     """Write a checkpoint beside the old one and switch to it."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, numbers = _take_apart(state.strategy)
-    tensors = {f"strategy.{name}": tensor for name, tensor in tensors.items()} | {
+    skeletons, tensors = _trees(state)
+    tensors |= {
         "weights": state.weights,
         "statistics": state.statistics,
         "changed_at": state.ledger.changed_at,
     }
-    if state.velocity is not None:
-        tensors["velocity"] = state.velocity
     name = f"state-{state.round}.safetensors"
     write_tensors(folder / f"{name}.tmp", {key: tensor.cpu().clone() for key, tensor in tensors.items()})
     _sync(folder / f"{name}.tmp")
@@ -48,13 +60,13 @@ def save(folder: Path, state: State, residuals: Residuals) -> None:
         "clock_s": state.clock_s,
         "up_bytes": state.up_bytes,
         "sampler": list(state.sampler),
-        "strategy": numbers,
+        **skeletons,
         "ledger": {
             "version": state.ledger.version,
             "held": {str(client): version for client, version in state.ledger.held.items()},
             "unused": sorted(state.ledger.unused),
         },
-        "residuals": residuals.checkpoint(),
+        "stores": {name: store.checkpoint() for name, store in stores.items()},
     }
     temporary = folder / "state.json.tmp"
     temporary.write_text(json.dumps(saved), encoding="utf-8")
@@ -63,33 +75,34 @@ def save(folder: Path, state: State, residuals: Residuals) -> None:
     for old in folder.glob("state-*.safetensors*"):
         if old.name != name:
             old.unlink()
-    residuals.discard_old()
+    for store in stores.values():
+        store.discard_old()
 
 
 def check(state: State) -> None:
-    """Refuse a strategy whose state a checkpoint could not hold, before anything is trained."""
-    for name, value in _take_apart(state.strategy)[1].items():
-        if not isinstance(value, int | float | None):
-            raise GlueFLError(f"the strategy's state has {name} = {value!r}: {HOLDS}")
+    """Refuse a state that a checkpoint could not hold, before anything is trained."""
+    _trees(state)
 
 
-def load(folder: Path, fresh: State, residuals: Residuals) -> State:
+def load(folder: Path, fresh: State, stores: Mapping[str, Store] = NOTHING) -> State:
     """The state of a checkpoint; `fresh` is the state of the same run before round 1."""
     try:
         saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if saved["version"] != VERSION:
-            raise GlueFLError(f"{folder}: checkpoint version {saved['version']}, this program reads {VERSION}.")
-        device = fresh.weights.device
-        tensors = load_file(folder / saved["tensors"], device=str(device))
+            raise GlueFLError(
+                f"{folder} holds a checkpoint of format {saved['version']}, this version of gluefl reads format "
+                f"{VERSION}: go on with the version that wrote it, or start the run again in another folder."
+            )
+        tensors = load_file(folder / saved["tensors"], device=str(fresh.weights.device))
         for name in ("weights", "statistics"):
             if tensors[name].shape != getattr(fresh, name).shape:
                 raise GlueFLError(
                     f"{folder}: the checkpoint has {tensors[name].numel()} {name}, the model of this configuration "
                     f"has {getattr(fresh, name).numel()}. Resume with the configuration the run was started with."
                 )
-        residuals.restore(saved["residuals"])
+        for name, store in stores.items():
+            store.restore(saved["stores"][name])
         ledger = saved["ledger"]
-        strategy = {n.removeprefix("strategy."): t for n, t in tensors.items() if n.startswith("strategy.")}
         return State(
             round=saved["round"],
             clock_s=saved["clock_s"],
@@ -102,11 +115,11 @@ def load(folder: Path, fresh: State, residuals: Residuals) -> State:
                 frozenset(ledger["unused"]),
             ),
             sampler=tuple(saved["sampler"]),
-            strategy=_put_together(fresh.strategy, strategy, saved["strategy"]),
-            velocity=tensors.get("velocity"),
+            strategy=put_together(saved["strategy"], tensors, fresh.strategy),
+            optimizer=put_together(saved["optimizer"], tensors, fresh.optimizer),
             up_bytes=saved["up_bytes"],
         )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise GlueFLError(
             f"the checkpoint in {folder} is damaged ({type(error).__name__}: {error}). "
             "Start the run again in another folder."
@@ -118,19 +131,10 @@ def exists(folder: Path) -> bool:
     return (folder / "state.json").exists()
 
 
-def _take_apart(state: Any) -> tuple[dict[str, Tensor], dict[str, float | int | None]]:
-    """A strategy's state as tensors and numbers; the space is known without it."""
-    if isinstance(state, Space) or state is None:
-        return {}, {}
-    if not is_dataclass(state):
-        raise GlueFLError(f"the strategy's state is a {type(state).__name__}: {HOLDS}")
-    values = {field.name: getattr(state, field.name) for field in fields(state)}
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    return tensors, {n: v for n, v in values.items() if n not in tensors and not isinstance(v, Space)}
-
-
-def _put_together(fresh: Any, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> Any:
-    return replace(fresh, **tensors, **numbers) if tensors or numbers else fresh
+def _trees(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    strategy, tensors = take_apart(state.strategy, "strategy")
+    optimizer, others = take_apart(state.optimizer, "optimizer")
+    return {"strategy": strategy, "optimizer": optimizer}, {**tensors, **others}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:

@@ -5,12 +5,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gluefl.vectors.selection import Sparse, add_all, uniform_mask
+from gluefl.randomness import stream
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.sparse import Sparse, add_all
+from gluefl.wire.values import FLOAT32, ValueCodec
 
 CPU = torch.device("cpu")
 
@@ -31,19 +35,26 @@ class Space:
         """Over which parts top-k is taken: the whole vector (the paper) or every tensor by itself."""
         return self.tensors if scope == "tensor" else (self.size,)
 
-    def mask(self, value: bool) -> Tensor:
+    def mask(self, value: bool) -> Mask:
         """A mask that is the same everywhere."""
-        return uniform_mask(self.size, value, self.device)
+        return Mask.uniform(self.size, value, self.device)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a client is told: the round, the mask both sides know (M^t), its nominal weight (ν_i)."""
+    """What a client is told: the round, the mask both sides know (M^t), its nominal weight (ν_i), who it is."""
 
     round: int
-    mask: Tensor
+    mask: Mask
     weight: float
     space: Space
+    client: int = 0
+    seed: int = 0
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """A random stream of this round and client, the same on both sides and after a resume."""
+        return stream(self.seed, "compress", self.round, self.client)
 
 
 @dataclass(frozen=True)
@@ -54,21 +65,31 @@ class Upload:
     weight: float
     update: Sparse
     statistics: Tensor
-    loss: float | Tensor  # a tensor is one number: to make it a float is to wait for a GPU
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a strategy declares about itself."""
+
+    upload_codec: ValueCodec = FLOAT32  # of the values that clients send
+    package_codec: ValueCodec = FLOAT32  # of the weights that the server sends
+    optimizer_acts_on: Literal["sum", "update"] = "update"  # the sum before selection, or the update that is published
 
 
 class Strategy(Protocol):
-    """Both halves of an algorithm. The state is a frozen dataclass of tensors, numbers and None."""
+    """Both halves of an algorithm. The state is a tree of frozen dataclasses, tuples, tensors, masks and numbers."""
+
+    traits: ClassVar[Traits]
 
     def init(self, space: Space) -> Any:
         """The server's state before round 1."""
         ...
 
-    def mask(self, state: Any, round: int) -> Tensor:
+    def mask(self, state: Any, round: int) -> Mask:
         """What both sides know in this round: values at these positions travel without positions."""
         ...
 
-    def frozen(self, mask: Tensor) -> Tensor | None:
+    def frozen(self, mask: Mask) -> Mask | None:
         """Client: the coordinates that local training must not move, None for none."""
         ...
 
@@ -76,7 +97,11 @@ class Strategy(Protocol):
         """Client: what to upload of an update, and what to remember for the next time."""
         ...
 
-    def aggregate(self, state: Any, uploads: Sequence[Upload], round: int) -> tuple[Any, Sparse]:
+    def combine(self, state: Any, uploads: Sequence[Upload], round: int) -> Tensor:
+        """Server: the weighted sum of the uploads as a dense vector; `weighted_sum` for most strategies."""
+        ...
+
+    def aggregate(self, state: Any, total: Tensor, round: int) -> tuple[Any, Sparse]:
         """Server: the next state and the update of the model; its positions count as changed."""
         ...
 

@@ -6,12 +6,14 @@ again. The longer it stays stable the longer it is frozen (additive increase, mu
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gluefl.strategies import Space, Task, Upload, weighted_sum
-from gluefl.vectors.selection import Sparse
+from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.sparse import Sparse, part_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class APFState:
 class APF:
     """Only active parameters travel, and both sides know which they are."""
 
+    traits: ClassVar[Traits] = Traits()
+
     threshold: float = 0.1  # of the effective perturbation |E| / A
     check_every: int = 5  # F_c, in rounds
     decay: float = 0.99  # α, of the moving averages
@@ -42,24 +46,28 @@ class APF:
         never = torch.zeros(space.size, dtype=torch.int32, device=space.device)
         return APFState(space, zeros, zeros, zeros, never, never, self.threshold)
 
-    def mask(self, state: APFState, round: int) -> Tensor:
+    def mask(self, state: APFState, round: int) -> Mask:
         """The active parameters."""
-        return state.frozen_until < round
+        return Mask(state.frozen_until < round)
 
-    def frozen(self, mask: Tensor) -> Tensor | None:
+    def frozen(self, mask: Mask) -> Mask | None:
         """What is not active does not move on the clients either."""
-        return ~mask
+        return mask.complement
 
     def compress(self, delta: Tensor, task: Task, residual: Tensor | None) -> tuple[Sparse, Tensor | None]:
         """The active part of the update."""
-        return Sparse.where(task.mask, delta), None
+        return part_of(delta, task.mask, covers=task.mask), None
 
-    def aggregate(self, state: APFState, uploads: Sequence[Upload], round: int) -> tuple[APFState, Sparse]:
+    def combine(self, state: APFState, uploads: Sequence[Upload], round: int) -> Tensor:
+        """Σ ν_i Δ_i."""
+        return weighted_sum(uploads, state.space)
+
+    def aggregate(self, state: APFState, total: Tensor, round: int) -> tuple[APFState, Sparse]:
         """The active part of the model moves; every F_c rounds it is decided what is active."""
         active = self.mask(state, round)
-        update = Sparse.where(active, weighted_sum(uploads, state.space))
+        update = part_of(total, active)
         state = replace(state, accumulated=update.add_to(state.accumulated.clone()))
-        return (self._check(state, active, round) if round % self.check_every == 0 else state), update
+        return (self._check(state, active.bits, round) if round % self.check_every == 0 else state), update
 
     def _check(self, state: APFState, active: Tensor, round: int) -> APFState:
         change = state.accumulated

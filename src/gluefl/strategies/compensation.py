@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gluefl.vectors.selection import Sparse
+from gluefl.vectors.sparse import Sparse
 
 Compensation = Literal["none", "plain", "rescaled"]
 

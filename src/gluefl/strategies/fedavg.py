@@ -2,33 +2,41 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from gluefl.strategies import Space, Task, Upload, weighted_sum
-from gluefl.vectors.selection import Sparse
+from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.sparse import Sparse, whole
 
 
 @dataclass(frozen=True)
 class FedAvg:
     """Everything travels, both ways."""
 
+    traits: ClassVar[Traits] = Traits()
+
     def init(self, space: Space) -> Space:
         """FedAvg has no state of its own."""
         return space
 
-    def mask(self, state: Space, round: int) -> Tensor:
+    def mask(self, state: Space, round: int) -> Mask:
         """Everything."""
         return state.mask(True)
 
-    def frozen(self, mask: Tensor) -> Tensor | None:
+    def frozen(self, mask: Mask) -> Mask | None:
         """Nothing."""
         return None
 
     def compress(self, delta: Tensor, task: Task, residual: Tensor | None) -> tuple[Sparse, Tensor | None]:
         """The whole update."""
-        return Sparse.full(delta), None
+        return whole(delta), None
 
-    def aggregate(self, state: Space, uploads: Sequence[Upload], round: int) -> tuple[Space, Sparse]:
-        """w + Σ ν_i Δ_i (equation 2)."""
-        return state, Sparse.full(weighted_sum(uploads, state))
+    def combine(self, state: Space, uploads: Sequence[Upload], round: int) -> Tensor:
+        """Σ ν_i Δ_i (equation 2)."""
+        return weighted_sum(uploads, state)
+
+    def aggregate(self, state: Space, total: Tensor, round: int) -> tuple[Space, Sparse]:
+        """w + Σ ν_i Δ_i."""
+        return state, whole(total)

@@ -6,13 +6,15 @@ sampling is `gluefl.core.sampling.Sticky`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from gluefl.strategies import Space, Task, Upload, weighted_sum
+from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
 from gluefl.strategies.compensation import Compensation, compensate, remember
-from gluefl.vectors.selection import Sparse, count, count_true, counts, outside, top
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.selection import count, counts, top
+from gluefl.vectors.sparse import Sparse, part_of
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,14 @@ class GlueFLState:
     """M^t, the mask that the next update shares with the last one."""
 
     space: Space
-    shared: Tensor
+    shared: Mask
 
 
 @dataclass(frozen=True)
 class GlueFL:
     """Consecutive updates lie mostly on the same coordinates, so that a client that skipped rounds misses little."""
+
+    traits: ClassVar[Traits] = Traits()
 
     q: float = 0.2
     q_shared: float = 0.16  # q_shr
@@ -37,33 +41,36 @@ class GlueFL:
         """No mask yet: round 1 regenerates it."""
         return GlueFLState(space, space.mask(False))
 
-    def mask(self, state: GlueFLState, round: int) -> Tensor:
+    def mask(self, state: GlueFLState, round: int) -> Mask:
         """M^t; empty in round 1 and in every I-th round after it, where the mask is regenerated."""
         regenerates = round == 1 or (self.regenerate_every is not None and (round - 1) % self.regenerate_every == 0)
         return state.space.mask(False) if regenerates else state.shared
 
-    def frozen(self, mask: Tensor) -> Tensor | None:
+    def frozen(self, mask: Mask) -> Mask | None:
         """Nothing."""
         return None
 
     def compress(self, delta: Tensor, task: Task, residual: Tensor | None) -> tuple[Sparse, Tensor | None]:
         """Lines 13–14: everything in the shared mask, and the largest of the rest."""
         delta = compensate(delta, residual, task.weight, self.compensation)
-        sent = Sparse.both(task.mask, self._unique(delta, task.mask, task.space, task.round), delta)
+        unique = self._unique(delta, task.mask, task.space, task.round)
+        sent = part_of(delta, task.mask.joined(unique), covers=task.mask)
         return sent, remember(delta, sent, task.weight, self.compensation)
 
-    def aggregate(self, state: GlueFLState, uploads: Sequence[Upload], round: int) -> tuple[GlueFLState, Sparse]:
+    def combine(self, state: GlueFLState, uploads: Sequence[Upload], round: int) -> Tensor:
+        """Line 16: Σ ν_i Δ_i."""
+        return weighted_sum(uploads, state.space)
+
+    def aggregate(self, state: GlueFLState, total: Tensor, round: int) -> tuple[GlueFLState, Sparse]:
         """Lines 17–22: the update, and the mask that the next one will share with it."""
         mask = self.mask(state, round)
-        total = weighted_sum(uploads, state.space)
-        update = Sparse.both(mask, self._unique(total, mask, state.space, round), total)
+        changed = mask.joined(self._unique(total, mask, state.space, round))
         segments = state.space.segments(self.scope)
-        shared = top(total, counts(self.q_shared, segments), segments, round, among=update.mask())
-        return replace(state, shared=shared), update
+        shared = top(total, counts(self.q_shared, segments), segments, round, among=changed)
+        return replace(state, shared=shared), part_of(total, changed, covers=mask)
 
-    def _unique(self, vector: Tensor, mask: Tensor, space: Space, round: int) -> Tensor:
+    def _unique(self, vector: Tensor, mask: Mask, space: Space, round: int) -> Mask:
         """top_{q−q_shr}(¬M ⊙ Δ): what the mask leaves of the budget, so the whole of it when M is empty."""
         segments = space.segments(self.scope)
-        parts = [mask] if len(segments) == 1 else torch.split(mask, list(segments))
-        keep = [max(1, count(self.q, part.numel())) - count_true(part) for part in parts]
-        return top(vector, keep, segments, round, among=outside(mask))
+        keep = [max(1, count(self.q, part.size)) - part.count for part in mask.split(segments)]
+        return top(vector, keep, segments, round, among=mask.complement)

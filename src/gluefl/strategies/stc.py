@@ -6,13 +6,16 @@ compression errors is there as options; Algorithm 1 has none.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gluefl.strategies import Space, Task, Upload, weighted_sum
+from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
 from gluefl.strategies.compensation import Compensation, compensate, remember
-from gluefl.vectors.selection import Sparse, counts, top
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.selection import counts, top
+from gluefl.vectors.sparse import Sparse, part_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class STCState:
 
 @dataclass(frozen=True)
 class STC:
-    """Sparse updates whose positions nobody knows beforehand."""
+    """Sparse updates whose positions neither side knows beforehand."""
+
+    traits: ClassVar[Traits] = Traits()
 
     q: float = 0.2
     compensation: Compensation = "none"
@@ -36,30 +41,33 @@ class STC:
         """Nothing left out yet."""
         return STCState(space, torch.zeros(space.size, device=space.device) if self.server_feedback else None)
 
-    def mask(self, state: STCState, round: int) -> Tensor:
+    def mask(self, state: STCState, round: int) -> Mask:
         """Nothing is known to both sides."""
         return state.space.mask(False)
 
-    def frozen(self, mask: Tensor) -> Tensor | None:
+    def frozen(self, mask: Mask) -> Mask | None:
         """Nothing."""
         return None
 
     def compress(self, delta: Tensor, task: Task, residual: Tensor | None) -> tuple[Sparse, Tensor | None]:
         """Line 10: top_q of the update."""
         delta = compensate(delta, residual, task.weight, self.compensation)
-        sent = Sparse.where(self._top(delta, task.space, task.round), delta)
+        sent = part_of(delta, self._top(delta, task.space, task.round))
         return sent, remember(delta, sent, task.weight, self.compensation)
 
-    def aggregate(self, state: STCState, uploads: Sequence[Upload], round: int) -> tuple[STCState, Sparse]:
-        """Line 14: top_q of the weighted sum."""
-        total = weighted_sum(uploads, state.space)
+    def combine(self, state: STCState, uploads: Sequence[Upload], round: int) -> Tensor:
+        """Σ ν_i Δ_i."""
+        return weighted_sum(uploads, state.space)
+
+    def aggregate(self, state: STCState, total: Tensor, round: int) -> tuple[STCState, Sparse]:
+        """Line 14: top_q of the weighted sum, with what was left out before if that is fed back."""
         if state.residual is not None:
-            total += state.residual
-        update = Sparse.where(self._top(total, state.space, round), total)
+            total = total + state.residual
+        update = part_of(total, self._top(total, state.space, round))
         if state.residual is not None:
             state = replace(state, residual=update.set_in(total.clone(), 0))
         return state, update
 
-    def _top(self, vector: Tensor, space: Space, round: int) -> Tensor:
+    def _top(self, vector: Tensor, space: Space, round: int) -> Mask:
         segments = space.segments(self.scope)
         return top(vector, counts(self.q, segments, at_least=1), segments, round)

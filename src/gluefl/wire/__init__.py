@@ -1,7 +1,7 @@
 """The only place that knows bytes. `docs/wire-format.md` is the description for other languages."""
 
 from gluefl.wire.bodies import Body, Shared
-from gluefl.wire.encoding import count_positions, encode_positions
+from gluefl.wire.encoder import Encoding, count_positions, encode_positions
 from gluefl.wire.messages import (
     HEADER_BYTES,
     NO_HASH,
@@ -12,29 +12,35 @@ from gluefl.wire.messages import (
     decode,
     encode,
     encode_body,
-    foresee,
+    expected_bytes,
     measure,
+    message_bytes,
     replica_hash,
 )
 from gluefl.wire.positions import Packed, pack, unpack
+from gluefl.wire.values import FLOAT32, ValueCodec
 
 __all__ = [
+    "FLOAT32",
     "HEADER_BYTES",
     "NO_HASH",
     "PACKAGE",
     "UPLOAD",
     "Body",
+    "Encoding",
     "Expected",
     "Header",
     "Packed",
     "Shared",
+    "ValueCodec",
     "count_positions",
     "decode",
     "encode",
     "encode_body",
     "encode_positions",
-    "foresee",
+    "expected_bytes",
     "measure",
+    "message_bytes",
     "pack",
     "replica_hash",
     "unpack",

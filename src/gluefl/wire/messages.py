@@ -10,19 +10,20 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from gluefl.errors import WireError
-from gluefl.vectors.selection import Sparse, count_true, positions_of
-from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, KNOWN, Body, Shared
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.sparse import Listed
+from gluefl.wire.bodies import Body, Shared
+from gluefl.wire.encoder import ABSOLUTE, BESIDE_MASK, KNOWN, Encoding, encode_positions
 from gluefl.wire.positions import Packed, unpack
+from gluefl.wire.values import FLOAT32, ValueCodec
 
 MAGIC = b"GLUE"
 FORMAT = 1
 PACKAGE, UPLOAD = 1, 2
-FLOAT32 = 0
+PRECISION = 0  # of the vectors: float32
 NO_VERSION = 0xFFFFFFFF
 NO_HASH = bytes(8)
 ACCEPTED = 1
@@ -33,8 +34,8 @@ HEADER = struct.Struct("<4sHBB8s8sIIII8s8sddIIQQI")
 HEADER_BYTES = HEADER.size + 4
 # codec, relation, two reserved bytes, count, bytes
 SECTION = struct.Struct("<BBHIQ")
-
-RAW = 0  # the codec of values: as they are, little-endian
+SECTIONS = 4  # mask, positions, values, statistics
+AROUND_BYTES = HEADER_BYTES + SECTIONS * SECTION.size
 
 
 @dataclass(frozen=True)
@@ -50,35 +51,34 @@ class Header:
     base_hash: bytes = NO_HASH  # of the replica at `base`; zeros where nobody computed it
     hash: bytes = NO_HASH  # of the replica at `version`
     weight: float = 0.0  # ν_i, the nominal weight
-    loss: float | Tensor = 0.0  # a tensor is one number that may still be under way on a GPU: encoding waits for it
+    loss: float = 0.0
     samples: int = 0
     accepted: bool = True  # whether the client's last upload was used
 
 
 def measure(body: Body) -> int:
     """The length of the encoded message, without materialising its values."""
-    mask_bytes = len(body.shared.packed.data) if body.sends_mask else 0
-    position_bytes = len(body.positions[1].data)
-    return _around(body) + mask_bytes + position_bytes
+    return message_bytes(encode_positions([body])[0])
 
 
-def foresee(body: Body) -> int:
-    """About the length of the encoded message, before its positions are encoded: their entropy is nearly reached."""
-    size, known = body.update.size, count_true(body.shared.mask)
-    beside = known if known <= body.update.count else 0  # positions that the mask leaves to be told
+def message_bytes(encoding: Encoding) -> int:
+    """The length of the message of a body whose positions are being encoded."""
+    return AROUND_BYTES + encoding.body_bytes
+
+
+def expected_bytes(body: Body) -> int:
+    """About the length of the message, before its positions are encoded: their entropy is nearly reached."""
+    count, size, known = body.update.count, body.update.size, body.shared.mask.count
+    beside = known if known <= count else 0  # positions that follow from the mask
     mask_bytes = entropy_bytes(known, size) if body.sends_mask else 0
-    return _around(body) + mask_bytes + entropy_bytes(body.update.count - beside, size - beside)
+    rest_bytes = body.codec.measure(body.update)() + 4 * body.statistics.numel()
+    return AROUND_BYTES + rest_bytes + mask_bytes + entropy_bytes(count - beside, size - beside)
 
 
 def entropy_bytes(count: int, size: int) -> int:
-    """Of a random set of positions."""
+    """The entropy of a random set of positions."""
     shares = [share for share in (count / size, 1 - count / size) if share > 0] if size else []
     return round(size * sum(-share * math.log2(share) for share in shares) / 8)
-
-
-def _around(body: Body) -> int:
-    """Bytes of all but the positions and the mask."""
-    return HEADER_BYTES + 4 * SECTION.size + 4 * (body.update.count + body.statistics.numel())
 
 
 def encode(header: Header, body: bytes, size: int, statistics: int) -> bytes:
@@ -87,7 +87,7 @@ def encode(header: Header, body: bytes, size: int, statistics: int) -> bytes:
         MAGIC,
         FORMAT,
         header.kind,
-        FLOAT32,
+        PRECISION,
         header.run,
         header.layout,
         header.round,
@@ -97,7 +97,7 @@ def encode(header: Header, body: bytes, size: int, statistics: int) -> bytes:
         header.base_hash,
         header.hash,
         header.weight,
-        float(header.loss),
+        header.loss,
         header.samples,
         statistics,
         size,
@@ -107,11 +107,12 @@ def encode(header: Header, body: bytes, size: int, statistics: int) -> bytes:
     return fields + struct.pack("<I", zlib.crc32(fields)) + body
 
 
-def encode_body(body: Body) -> bytes:
-    """Four sections: mask, positions, values, statistics."""
-    relation, positions = body.positions
-    mask = _section(ABSOLUTE, body.shared.packed) if body.sends_mask else SECTION.pack(0, KNOWN, 0, 0, 0)
-    return b"".join([mask, _section(relation, positions), _floats(body.update.values), _floats(body.statistics)])
+def encode_body(body: Body, encoding: Encoding | None = None) -> bytes:
+    """Four sections: mask, positions, values, statistics. The positions are encoded here unless they are given."""
+    encoding = encoding or encode_positions([body])[0]
+    mask = _section(*encoding.mask.result()) if encoding.mask is not None else SECTION.pack(0, KNOWN, 0, 0, 0)
+    values = _values(body.update.values, body.codec)
+    return b"".join([mask, _section(*encoding.positions.result()), values, _values(body.statistics, FLOAT32)])
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,12 @@ class Expected:
     statistics: int
     kind: int
     shared: Shared | None = None  # for uploads: the mask both sides know
+    codec: ValueCodec = FLOAT32  # of the values
 
     @property
     def longest(self) -> int:
         """No message of this federation is longer: values everywhere and a bitmap twice, with zstd's margin."""
-        return HEADER_BYTES + 4 * SECTION.size + 4 * (self.size + self.statistics) + 2 * (self.size // 4 + 1024)
+        return AROUND_BYTES + self.codec.longest(self.size) + 4 * self.statistics + 2 * (self.size // 4 + 1024)
 
 
 def decode(data: bytes, expected: Expected) -> tuple[Header, Body]:
@@ -138,26 +140,25 @@ def decode(data: bytes, expected: Expected) -> tuple[Header, Body]:
     shared = _read_mask(reader, expected)
     relation, packed = reader.section()
     if relation == BESIDE_MASK:
-        mask = shared.mask.clone()
-        outside = shared.outside
-        mask[outside] = unpack(packed, outside.numel())
+        bits = shared.mask.bits.clone()
+        bits[shared.outside] = unpack(packed, shared.outside.numel()).bits
+        mask = Mask(bits)
     elif relation == ABSOLUTE:
         mask = unpack(packed, expected.size)
     else:
         raise WireError(f"relation {relation} of positions to the mask is unknown")
-    positions = positions_of(mask)
-    values = reader.floats(positions.numel(), "values")
-    statistics = reader.floats(expected.statistics, "statistics")
+    values = reader.values(mask.count, expected.codec, "values")
+    statistics = reader.values(expected.statistics, FLOAT32, "statistics")
     reader.end()
-    update = Sparse(positions, values, expected.size)
-    return header, Body(update, statistics, shared, sends_mask=expected.kind == PACKAGE)
+    update = Listed(mask.positions, values, expected.size)
+    return header, Body(update, statistics, shared, expected.kind == PACKAGE, expected.codec)
 
 
 def replica_hash(weights: Tensor, statistics: Tensor) -> bytes:
     """Eight bytes by which two sides see whether they hold the same model."""
     digest = hashlib.blake2b(digest_size=8)
     for vector in (weights, statistics):
-        digest.update(_little_endian(vector))
+        digest.update(FLOAT32.encode(vector))
     return digest.digest()
 
 
@@ -174,7 +175,7 @@ def _read_header(data: bytes, expected: Expected) -> tuple[Header, memoryview]:
     for name, found, needed in (
         ("format", format_, FORMAT),
         ("kind", kind, expected.kind),
-        ("precision", precision, FLOAT32),
+        ("precision", precision, PRECISION),
         ("run", run.hex(), expected.run.hex()),
         ("layout", layout.hex(), expected.layout.hex()),
         ("vector size", size, expected.size),
@@ -233,11 +234,15 @@ class _Reader:
             raise WireError("the reserved bytes of a section are not zero")
         return relation, Packed(codec, count, bytes(self._take(size)))
 
-    def floats(self, count: int, name: str) -> Tensor:
-        codec, relation, reserved, found, size = SECTION.unpack(self._take(SECTION.size))
-        if (codec, relation, reserved, found, size) != (RAW, 0, 0, count, 4 * count):
-            raise WireError(f"{found} {name} in {size} bytes were found, {count} in {4 * count} were expected")
-        return torch.from_numpy(np.frombuffer(self._take(size), "<f4").astype(np.float32))
+    def values(self, count: int, codec: ValueCodec, name: str) -> Tensor:
+        code, relation, reserved, announced, size = SECTION.unpack(self._take(SECTION.size))
+        if (relation, reserved, announced) != (0, 0, count) or size > codec.longest(count):
+            raise WireError(
+                f"{announced} {name} in {size} bytes were found, {count} in {codec.longest(count)} were expected"
+            )
+        if code != codec.code:
+            raise WireError(f"codec {code} for {name} was found, {codec.code} was expected")
+        return codec.decode(self._take(size), count)
 
     def end(self) -> None:
         if self.at != len(self.body):
@@ -248,9 +253,6 @@ def _section(relation: int, packed: Packed) -> bytes:
     return SECTION.pack(packed.codec, relation, 0, packed.count, len(packed.data)) + packed.data
 
 
-def _floats(values: Tensor) -> bytes:
-    return SECTION.pack(RAW, 0, 0, values.numel(), 4 * values.numel()) + _little_endian(values)
-
-
-def _little_endian(values: Tensor) -> bytes:
-    return values.detach().cpu().numpy().astype("<f4", copy=False).tobytes()
+def _values(values: Tensor, codec: ValueCodec) -> bytes:
+    data = codec.encode(values)
+    return SECTION.pack(codec.code, 0, 0, values.numel(), len(data)) + data

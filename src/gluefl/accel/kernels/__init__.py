@@ -1,20 +1,12 @@
-"""What a round does beside the training, for a GPU: each is a few passes over the memory, and nobody waits for it.
-
-Every module has its twin elsewhere, in NumPy or PyTorch, which is what runs without a GPU or without Triton.
-(`training/kernels` are the layers.)
-"""
+"""Triton kernels. The functions of `gluefl.accel` choose between a kernel and its form in NumPy or PyTorch."""
 
 import importlib.util
-from functools import cache
 
 from torch import Tensor
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
 
 def serve(tensor: Tensor) -> bool:
-    """Whether the kernels are for this tensor."""
-    return tensor.is_cuda and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Whether the kernels can work on this tensor."""
+    return tensor.is_cuda and HAS_TRITON

@@ -7,14 +7,8 @@ itself, from the counts of the passes before, how the threshold begins.
 Of a long vector only what is near the threshold goes through them: a sample tells roughly where it lies, and one
 pass counts what is above and lists what is near. Should the threshold lie elsewhere, all values go through them.
 
-To start nine kernels takes the host several times as long as the GPU takes to run them, and a round asks for the
-largest of every client: so the passes over a vector of some length are captured once, as a CUDA graph, and then
-started together.
+`accel.graphs` captures the passes as a CUDA graph.
 """
-
-import gc
-import threading
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,8 +22,6 @@ LONG = 1 << 22  # values; of fewer, all go through the passes: to launch two ker
 SAMPLE = 1 << 12  # of a long vector
 LISTED = 4  # a list of what is near has room for every fourth value
 PROGRAMS = 528  # of one pass, at most: four for each multiprocessor of an H200
-CAPTURED = 1 << 18  # values; of fewer, which come in many lengths, the passes are started one by one
-MOST_CAPTURED = 8  # lengths, with or without a choice of who is eligible: each keeps room for vector, lists and mask
 COUNTED = ["size", "room"]
 KEEP, START, SALT = (tl.constexpr(i) for i in range(3))  # what is asked for, in a tensor: it is not part of a graph
 
@@ -243,24 +235,25 @@ def largest(
     size = values.numel()
     if keep <= 0 or not size:
         return torch.zeros(size, dtype=torch.bool, device=values.device)
-    asked = keep, start, salt - ((salt >> 31) << 32)  # the same bits, as signed numbers
-    if values.is_cuda and size >= CAPTURED and (block, sample, long) == (BLOCK, SAMPLE, LONG):
-        with _lock:
-            graph = _graph_for(values, among)
-            if graph is not None:
-                return graph.largest(values, asked, among)
-    return _passes(values.contiguous(), _moved(asked, values.device), among, block, sample, long)
+    asked = on_device(request(keep, start, salt), values.device)
+    return passes(values.contiguous(), asked, among, block, sample, long)
 
 
-def _moved(asked: tuple[int, int, int], device: torch.device) -> Tensor:
-    """On its way to a GPU, which is not waited for: without pinned memory it would be."""
+def request(keep: int, start: int, salt: int) -> tuple[int, int, int]:
+    """What the kernels are asked for: the salt has the same bits as a signed number."""
+    return keep, start, salt - ((salt >> 31) << 32)
+
+
+def on_device(asked: tuple[int, int, int], device: torch.device) -> Tensor:
+    """An asynchronous copy; from memory that is not pinned it would synchronise."""
     here = torch.tensor(asked, dtype=torch.int32, pin_memory=device.type == "cuda")
     return here.to(device, non_blocking=True)
 
 
-def _passes(
+def passes(
     values: Tensor, asked: Tensor, among: Tensor | None, block: int = BLOCK, sample: int = SAMPLE, long: int = LONG
 ) -> Tensor:
+    """The mask of the largest, by nine launches."""
     size = values.numel()
     mask = torch.empty(size, dtype=torch.bool, device=values.device)
     room = size // LISTED if size >= long else 0
@@ -282,62 +275,3 @@ def _passes(
     _last_kernel[(1,)](turns, found, ties, BLOCK=block)
     _mask_kernel[(blocks,)](values, eligible, asked, found, mask.view(torch.uint8), size, BLOCK=block, **options)
     return mask
-
-
-_lock = threading.Lock()
-_graphs: "dict[tuple[object, ...], Graph | None]" = {}  # None: there was no room for it
-
-
-@dataclass
-class Graph:
-    """The passes over a vector, started together: they read and write the same tensors every time."""
-
-    values: Tensor
-    among: Tensor | None
-    asked: Tensor
-    mask: Tensor
-    graph: "torch.cuda.CUDAGraph"
-    told: tuple[int, int, int] | None = None  # what `asked` holds
-    copied: tuple[Tensor, int] | None = None  # what `among` is a copy of, and its version
-
-    def largest(self, values: Tensor, asked: tuple[int, int, int], among: Tensor | None) -> Tensor:
-        """As `largest`. All clients of a round ask for as many among the same."""
-        self.values.copy_(values)
-        if among is not None and self.among is not None and not self._holds(among):
-            self.among.copy_(among)
-            self.copied = among, among._version
-        if asked != self.told:
-            self.asked.copy_(_moved(asked, self.asked.device))
-            self.told = asked
-        self.graph.replay()
-        return self.mask.clone()
-
-    def _holds(self, among: Tensor) -> bool:
-        return self.copied is not None and self.copied[0] is among and self.copied[1] == among._version
-
-
-def _graph_for(values: Tensor, among: Tensor | None) -> Graph | None:
-    """Captured when it is first needed; in every stream another, because they share no tensors."""
-    key = (values.device, torch.cuda.current_stream(values.device).cuda_stream, values.numel(), among is None)
-    if key not in _graphs and len(_graphs) < MOST_CAPTURED:
-        _graphs[key] = _capture(values, among)
-    return _graphs.get(key)
-
-
-def _capture(values: Tensor, among: Tensor | None) -> Graph | None:
-    gc.collect()  # a graph that is collected while another is captured spoils it
-    side = torch.cuda.Stream(values.device)
-    side.wait_stream(torch.cuda.current_stream(values.device))
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.stream(side):
-            values = values.clone(memory_format=torch.contiguous_format)
-            among = None if among is None else among.clone()
-            asked = torch.tensor([1, 0, 0], dtype=torch.int32, device=values.device)
-            _passes(values, asked, among)  # compiles
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # others may be encoding
-                mask = _passes(values, asked, among)
-    except torch.cuda.OutOfMemoryError:
-        return None  # the passes need less when they are started one by one
-    torch.cuda.current_stream(values.device).wait_stream(side)
-    return Graph(values, among, asked, mask, graph)

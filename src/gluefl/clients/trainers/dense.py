@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from gluefl.accel.cores import available, quiet_pool
+from gluefl.accel.threads import available, pool_of
 from gluefl.clients.rules import Job, LocalSGD, Loss, Outcome
 from gluefl.vectors.layout import Layout, split
 
@@ -67,7 +67,7 @@ class Dense:
     ) -> Iterator[Outcome]:
         """Clients with the same number of steps go together."""
         if self._pool is None:
-            self._pool = quiet_pool(self.count)
+            self._pool = pool_of(self.count)
         by_steps = defaultdict[int, list[Job]](list)
         for job in jobs:
             by_steps[len(job.batches)].append(job)

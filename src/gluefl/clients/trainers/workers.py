@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor, nn
 
-from gluefl.accel.cores import available, quiet_pool
+from gluefl.accel.threads import available, pool_of
 from gluefl.clients.rules import Job, LocalSGD, Loss, Outcome
 from gluefl.vectors.layout import Layout, split
 
@@ -44,7 +44,7 @@ class Workers:
         """Outcomes in the order of the jobs, as they are ready; the caller compresses while others train."""
         if self._pool is None:
             # In a thread of the pool torch uses one core; the cores are shared between clients instead.
-            self._pool = quiet_pool(self.count)
+            self._pool = pool_of(self.count)
             self.channels_last = self.channels_last and self._takes_channels_last(jobs[0])
             for _ in range(self.count):
                 self._benches.put(Bench.of(copy.deepcopy(self.module), self.layout, self.channels_last))

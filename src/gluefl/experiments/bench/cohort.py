@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.trainers.choice import choose
 from gluefl.experiments.bench.workloads import CLIENTS, COHORT, MODELS, SGD, Noisy, bare_round, model
@@ -52,7 +53,7 @@ def gluefl_round(
         number += 1
         clients = rng.choice(CLIENTS, COHORT, replace=False).tolist()
         total = torch.zeros_like(weights)
-        for outcome in engine.train(weights, statistics_, clients, number, None):
+        for outcome in engine.train(Cohort(number, tuple(clients), weights, statistics_)):
             total.add_(outcome.delta, alpha=1 / COHORT)
         weights = weights + total
 

@@ -17,11 +17,12 @@ def main(folder: str, device: str, cores: str, share: str) -> int:
     from gluefl.config import validated
     from gluefl.errors import GlueFLError
     from gluefl.simulation.build import run
+    from gluefl.simulation.settings import Options
 
     _limit(device, float(share))
     try:
         config = validated(tomllib.loads(sys.stdin.read()))
-        run(config, Path(folder), device, resume=True, checkpoint_at_end=False)
+        run(config, Options(Path(folder), True, progress=False, device=device, checkpoint_at_end=False))
     except GlueFLError as error:
         print(error, file=sys.stderr)
         return error.exit_code

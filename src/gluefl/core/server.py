@@ -1,0 +1,191 @@
+"""The server's half of a round: packages, the aggregate of the uploads, the next version.
+
+A simulation and a real federation call the same functions; nothing here knows how messages travel or who trains.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gluefl import wire
+from gluefl.core.ledger import Ledger
+from gluefl.core.optimizer import Optimizer, Server
+from gluefl.core.sampling import Group, Pool, Sampler
+from gluefl.randomness import stream
+from gluefl.strategies import Space, Strategy, Upload
+from gluefl.strategies.hooks import Hook
+from gluefl.vectors.layout import Layout
+from gluefl.vectors.sparse import Masked, Sparse, nothing, whole
+
+
+@dataclass(frozen=True)
+class Core:
+    """What both sides of a federation agree on and rounds do not change."""
+
+    seed: int
+    run: bytes  # eight bytes that every message of the run carries
+    layout: Layout
+    space: Space
+    sampler: Sampler
+    strategy: Strategy
+    optimizer: Optimizer = Server()  # noqa: RUF009 - frozen
+    hooks: tuple[Hook, ...] = ()
+
+    def expected(self, kind: int, shared: wire.Shared | None = None) -> wire.Expected:
+        """What a receiver of a message checks it against."""
+        layout, traits = self.layout, self.strategy.traits
+        codec = traits.upload_codec if kind == wire.UPLOAD else traits.package_codec
+        return wire.Expected(self.run, layout.fingerprint, layout.size, layout.statistics_size, kind, shared, codec)
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything on the server that a round changes."""
+
+    round: int  # rounds done
+    clock_s: float
+    weights: Tensor
+    statistics: Tensor
+    ledger: Ledger
+    sampler: tuple[int, ...]
+    strategy: Any
+    optimizer: Any = None
+    up_bytes: int | None = None  # mean length of an upload in the last round
+
+
+def start(core: Core, pool: Pool, weights: Tensor, statistics: Tensor) -> State:
+    """The state before round 1."""
+    device = core.space.device
+    return State(
+        round=0,
+        clock_s=0.0,
+        weights=weights.to(device),
+        statistics=statistics.to(device),
+        ledger=Ledger.init(core.space.size, device),
+        sampler=core.sampler.init(pool, stream(core.seed, "sampler")),
+        strategy=core.strategy.init(core.space),
+        optimizer=core.optimizer.init(core.space),
+    )
+
+
+@dataclass(frozen=True)
+class Packages:
+    """What a round sends: the shared mask, and one body for all clients that hold the same version."""
+
+    shared: wire.Shared
+    bodies: Mapping[int | None, wire.Body]  # by the version a client holds, None for none
+    encodings: Mapping[int | None, wire.Encoding]
+
+
+def bodies_for(
+    core: Core, state: State, bases: Iterable[int | None], shared: wire.Shared
+) -> dict[int | None, wire.Body]:
+    """What a client misses, for each version that clients hold."""
+    codec = core.strategy.traits.package_codec
+    return {
+        base: wire.Body(Masked(state.ledger.missing(base), state.weights), state.statistics, shared, True, codec)
+        for base in sorted(set(bases), key=lambda base: -1 if base is None else base)
+    }
+
+
+def packages(core: Core, state: State, bases: Iterable[int | None], round: int) -> Packages:
+    """The packages for clients that hold these versions; their positions are encoded in the background."""
+    shared = wire.Shared(core.strategy.mask(state.strategy, round))
+    bodies = bodies_for(core, state, bases, shared)
+    return Packages(shared, bodies, dict(zip(bodies, wire.encode_positions([*bodies.values()]))))
+
+
+def header(core: Core, state: State, client: int, weight: float, hash: bytes) -> wire.Header:
+    """The header of a client's package."""
+    return wire.Header(
+        kind=wire.PACKAGE,
+        run=core.run,
+        layout=core.layout.fingerprint,
+        round=state.round + 1,
+        base=state.ledger.base(client),
+        version=state.ledger.version,
+        hash=hash,
+        weight=weight,
+        accepted=client not in state.ledger.unused,
+    )
+
+
+def invited(groups: Sequence[Group]) -> list[int]:
+    """The clients of all groups."""
+    return [client for group in groups for client in group.clients]
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """What the uploads of a round amount to. On an asynchronous device all of it may still be computed."""
+
+    strategy: Any
+    optimizer: Any
+    update: Sparse
+    weights: Tensor  # the model after it
+    statistics: Tensor
+    changed_at: Tensor  # of the ledger after it
+    finite: Tensor  # whether all of it is finite
+
+
+def aggregate(core: Core, state: State, uploads: Sequence[Upload], round: int) -> Aggregate:
+    """The update to publish; without an upload, nothing changes."""
+    strategy, optimizer, statistics = state.strategy, state.optimizer, state.statistics
+    update = nothing(core.space.size, core.space.device)
+    if uploads:
+        strategy, optimizer, update = _update(core, state, uploads, round)
+        statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
+    return Aggregate(
+        strategy,
+        optimizer,
+        update,
+        weights=update.add_to(state.weights.clone()),
+        statistics=statistics,
+        changed_at=state.ledger.changed_by(update),
+        finite=update.finite() & torch.isfinite(statistics).all(),
+    )
+
+
+def _update(core: Core, state: State, uploads: Sequence[Upload], round: int) -> tuple[Any, Any, Sparse]:
+    """Sum, hooks, optimiser and selection, in the order that the strategy declares."""
+    total, optimizer = core.strategy.combine(state.strategy, uploads, round), state.optimizer
+    for hook in core.hooks:
+        total = hook.on_sum(total, uploads, round)
+    if core.strategy.traits.optimizer_acts_on == "sum":
+        optimizer, stepped = core.optimizer.step(optimizer, whole(total))
+        total = stepped.dense()
+    strategy, update = core.strategy.aggregate(state.strategy, total, round)
+    if core.strategy.traits.optimizer_acts_on == "update":
+        optimizer, update = core.optimizer.step(optimizer, update)
+    return strategy, optimizer, update
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What the server knows at the end of a round beside the aggregate."""
+
+    round: int
+    clock_s: float
+    holders: Iterable[int]  # clients that hold the version this round sent
+    up_bytes: Mapping[int, int]  # of the used clients
+    unused: Iterable[int] = ()  # clients whose upload was not used
+
+
+def publish(core: Core, state: State, result: Aggregate, closed: Closed) -> State:
+    """The next version, who holds which, and who is in the sticky group."""
+    up_bytes = closed.up_bytes
+    ledger = state.ledger.synchronised(closed.holders).answered(up_bytes, closed.unused)
+    return State(
+        round=closed.round,
+        clock_s=closed.clock_s,
+        weights=result.weights,
+        statistics=result.statistics,
+        ledger=ledger.publish(result.changed_at),
+        sampler=core.sampler.settle(state.sampler, up_bytes, stream(core.seed, "settle", closed.round)),
+        strategy=result.strategy,
+        optimizer=result.optimizer,
+        up_bytes=sum(up_bytes.values()) // len(up_bytes) if up_bytes else state.up_bytes,
+    )

@@ -1,0 +1,112 @@
+"""The clients' half of a round in a simulation: updates are compressed, encoded and sent."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gluefl import wire
+from gluefl.clients.cohort import Outcome
+from gluefl.core.sampling import Group
+from gluefl.core.server import State
+from gluefl.errors import Diverged
+from gluefl.randomness import stream
+from gluefl.simulation.parts import Simulation
+from gluefl.strategies import Task, Upload
+
+DIVERGED = "The training diverged, or the model returns NaN: lower training.lr, or look at the model and its data."
+ENCODED_TOGETHER = 8  # uploads: fewer make more launches, with more the cores wait longer for the last
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the used clients sent, in the order of the clients."""
+
+    uploads: Sequence[Upload]
+    encodings: Mapping[int, wire.Encoding]
+    losses: Mapping[int, float | Tensor]  # a tensor is a number on an asynchronous device
+
+
+def nominal_weights(groups: Sequence[Group]) -> dict[int, float]:
+    """ν_i of every invited client."""
+    return {client: weight for group in groups for client, weight in zip(group.clients, group.weights)}
+
+
+def expected_upload(sim: Simulation, shared: wire.Shared, round: int) -> int:
+    """The likely length of an upload before any client has trained: a random update is compressed."""
+    core = sim.core
+    noise = stream(core.seed, "expected upload").standard_normal(core.space.size, dtype="float32")
+    task = Task(round, shared.mask, 1.0, core.space, seed=core.seed)
+    update, _ = core.strategy.compress(torch.from_numpy(noise).to(core.space.device), task, None)
+    statistics = torch.zeros(core.layout.statistics_size)
+    return wire.measure(wire.Body(update, statistics, shared, False, core.strategy.traits.upload_codec))
+
+
+def compress(
+    sim: Simulation, state: State, groups: Sequence[Group], shared: wire.Shared, outcomes: Iterable[Outcome]
+) -> Sent:
+    """Compress and send the updates of the clients that trained."""
+    core, round, nominal = sim.core, state.round + 1, nominal_weights(groups)
+    codec = core.strategy.traits.upload_codec
+    losses: dict[int, float | Tensor] = {}
+    bodies, encodings, waiting = dict[int, wire.Body](), dict[int, wire.Encoding](), list[int]()
+
+    def encode() -> None:
+        started = wire.encode_positions([bodies[client] for client in waiting], under_way=True)
+        encodings.update(zip(waiting, started))
+        waiting.clear()
+
+    for outcome in outcomes:
+        client, delta = outcome.client, outcome.delta
+        losses[client] = outcome.loss
+        if not isinstance(outcome.loss, Tensor):
+            check_loss(outcome.loss, client, round)
+        task = Task(round, shared.mask, nominal[client], core.space, client, core.seed)
+        for hook in core.hooks:
+            delta = hook.on_delta(delta, task)
+        update, residual = core.strategy.compress(delta, task, sim.residuals.get(client, core.space.device))
+        if residual is not None:
+            sim.residuals[client] = residual
+        bodies[client] = wire.Body(update, outcome.statistics, shared, False, codec)
+        waiting.append(client)
+        if len(waiting) == ENCODED_TOGETHER:
+            encode()
+    encode()
+    uploads = _received(sim, state, groups, bodies, encodings, losses)
+    return Sent(uploads, dict(sorted(encodings.items())), dict(sorted(losses.items())))
+
+
+def _received(
+    sim: Simulation,
+    state: State,
+    groups: Sequence[Group],
+    bodies: Mapping[int, wire.Body],
+    encodings: Mapping[int, wire.Encoding],
+    losses: Mapping[int, float | Tensor],
+) -> list[Upload]:
+    """What arrives of the uploads; a client of a group that is short of its quota weighs more."""
+    core, version, nominal = sim.core, state.ledger.version, nominal_weights(groups)
+    actual = {c: w for group in groups for c, w in group.settled([c for c in group.clients if c in bodies]).items()}
+    uploads = []
+    for client in sorted(bodies):
+        header = wire.Header(
+            kind=wire.UPLOAD,
+            run=core.run,
+            layout=core.layout.fingerprint,
+            round=state.round + 1,
+            base=version,
+            version=version,
+            weight=nominal[client],
+            samples=sim.engine.work(client),
+        )
+        received = sim.channel.receive(header, losses[client], bodies[client], encodings[client])
+        uploads.append(Upload(client, actual[client], received.update, received.statistics))
+    return uploads
+
+
+def check_loss(loss: float, client: int, round: int) -> None:
+    """A loss that is not finite ends the run."""
+    if not math.isfinite(loss):
+        raise Diverged(f"round {round}: the loss of client {client} is {loss}. {DIVERGED}")
