@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gluefl.clients.cohort import Outcome
 from gluefl.clients.residuals import Residuals
-from gluefl.clients.rules import Outcome
-from gluefl.core.federation import Federation, State, start
-from gluefl.core.optimizer import Server
+from gluefl.core.records import Parcel
 from gluefl.core.sampling import Pool
-from gluefl.fleet import Instant, Trip
-from gluefl.simulation.channel import Channel, Encoded, Parcel
+from gluefl.core.server import Core, State, start
+from gluefl.fleet import Arrivals, Instant, Trip
+from gluefl.simulation.channel import Channel, Encoded, Measured
+from gluefl.simulation.parts import Simulation
 from gluefl.strategies import Space
 from gluefl.vectors.layout import Layout
 from stubs import dyadic, mlp
@@ -34,14 +35,11 @@ class Engine:
     def statistics(self, round: int, client: int) -> Tensor:
         return dyadic(LAYOUT.statistics_size, round, client, 1)
 
-    def train(self, weights, statistics, clients, round, frozen):
-        for client in reversed(clients) if self.reverse else clients:
-            delta = self.delta(round, client)
-            moved = delta if frozen is None else torch.where(frozen, 0.0, delta)
-            yield Outcome(client, moved, self.statistics(round, client), 0.5)
-
-    def prepare(self, clients, round):
-        pass
+    def train(self, cohort):
+        for client in reversed(cohort.clients) if self.reverse else cohort.clients:
+            delta = self.delta(cohort.round, client)
+            moved = delta if cohort.frozen is None else torch.where(cohort.frozen, 0.0, delta)
+            yield Outcome(client, moved, self.statistics(cohort.round, client), 0.5)
 
     def work(self, client: int) -> int:
         return 200
@@ -70,42 +68,42 @@ class Unreliable:
 class Delivered:
     """A channel that also writes down who was sent what, and who finished the download."""
 
-    inner: Channel = field(default_factory=lambda: Encoded(LAYOUT, RUN))
+    inner: Channel
     sent: list[Parcel] = field(default_factory=list)
     delivered: list[tuple[int, Parcel]] = field(default_factory=list)
 
     def hash(self, version, weights, statistics):
         return self.inner.hash(version, weights, statistics)
 
-    def send(self, header, body):
-        self.sent.append(self.inner.send(header, body))
+    def send(self, header, body, encoding):
+        self.sent.append(self.inner.send(header, body, encoding))
         return self.sent[-1]
 
     def deliver(self, client, parcel):
         self.inner.deliver(client, parcel)
         self.delivered.append((client, parcel))
 
-    def receive(self, header, body):
-        return self.inner.receive(header, body)
+    def receive(self, header, loss, body, encoding):
+        return self.inner.receive(header, loss, body, encoding)
 
 
-def federation(strategy: Any, sampler: Any, clients: int, **parts: Any) -> tuple[Federation, State]:
-    """A federation of stand-ins, and its state before round 1."""
-    defaults = {
-        "server": Server(),
-        "devices": Instant(),
-        "engine": Engine(),
-        "channel": Encoded(LAYOUT, RUN),
-        "residuals": Residuals(LAYOUT.size),
-    }
-    f = Federation(
-        seed=5,
-        run=RUN,
-        layout=LAYOUT,
-        space=Space(tuple(part.size for part in LAYOUT.weights)),
-        pool=Pool(clients, lambda client: 1 / clients),
-        sampler=sampler,
-        strategy=strategy,
-        **{**defaults, **parts},
-    )
-    return f, start(f, dyadic(LAYOUT.size, 0, 0), dyadic(LAYOUT.statistics_size, 0, 1))
+def delivered(core: Core) -> Delivered:
+    """Encoded messages, written down."""
+    return Delivered(Encoded(core))
+
+
+def simulation(strategy: Any, sampler: Any, clients: int, **parts: Any) -> tuple[Simulation, State]:
+    """A federation of stand-ins, and its state before round 1. `channel` is a function of the core."""
+    of_core = {name: parts.pop(name) for name in ("optimizer", "hooks") if name in parts}
+    channel = parts.pop("channel", Encoded)
+    arrivals = {name: parts.pop(name) for name in [*vars(Arrivals())] if name in parts}
+    core = Core(5, RUN, LAYOUT, Space(tuple(part.size for part in LAYOUT.weights)), sampler, strategy, **of_core)
+    defaults = {"devices": Instant(), "engine": Engine(), "residuals": Residuals(LAYOUT.size)}
+    pool = Pool(clients, lambda client: 1 / clients)
+    sim = Simulation(core, pool, channel=channel(core), arrivals=Arrivals(**arrivals), **{**defaults, **parts})
+    return sim, start(core, pool, dyadic(LAYOUT.size, 0, 0), dyadic(LAYOUT.statistics_size, 0, 1))
+
+
+def measured(core: Core) -> Measured:
+    """Messages that are only measured."""
+    return Measured()

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,22 @@ import torch
 
 from gluefl import GlueFL, LocalSGD, Sticky, train
 from gluefl.errors import GlueFLError
-from gluefl.simulation.run import Options, Result
+from gluefl.simulation.run import Result
+from gluefl.simulation.settings import Evaluation, Options, Setting
 from stubs import Blobs, mlp
 
 ROUNDS, KILLED_AT = 20, 7
 
 
+EVALUATION = {"evaluate_every": "every", "average": "average", "target": "target", "stop_at_target": "stop_at_target",
+              "metric": "metric", "evaluation_batch": "batch", "client_percentiles": "clients"}  # fmt: skip
+SETTING = ("seed", "training", "server", "devices", "loss", "initial_weights", "importance", "arrivals", "hooks")
+CARRIED_OUT = ("out", "resume", "callbacks", "engine", "progress")
+
+
 def small_run(**parts: Any) -> Result:
     """Twenty rounds of GlueFL with 4 of 40 clients, residuals on disk, a checkpoint every third round."""
-    defaults: dict[str, Any] = {
+    flat: dict[str, Any] = {
         "model": mlp(norm=True),
         "population": Blobs(),
         "strategy": GlueFL(regenerate_every=6),
@@ -27,8 +35,14 @@ def small_run(**parts: Any) -> Result:
         "training": LocalSGD(steps=2, batch=8, lr=0.05, lr_decay_every=4),
         "evaluate_every": 5,
         "options": options(),
+        **parts,
     }
-    return train(**{**defaults, **parts})
+    evaluation = Evaluation(**{name: flat.pop(key) for key, name in EVALUATION.items() if key in flat})
+    setting = Setting(evaluation=evaluation, **{key: flat.pop(key) for key in SETTING if key in flat})
+    carried_out = {key: flat.pop(key) for key in CARRIED_OUT if key in flat}
+    if "callbacks" in carried_out:
+        carried_out["callbacks"] = tuple(carried_out["callbacks"])
+    return train(setting=setting, options=replace(flat.pop("options"), **carried_out), **flat)
 
 
 def options(**changes: Any) -> Options:

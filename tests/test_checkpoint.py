@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from federations import LAYOUT, Unreliable, federation
+from federations import LAYOUT, Unreliable, measured, simulation
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky
 from gluefl.clients.residuals import Residuals
 from gluefl.core.optimizer import Server
 from gluefl.errors import GlueFLError
-from gluefl.simulation.channel import Measured
 from gluefl.simulation.round import play
 from gluefl.storage import checkpoint
+from gluefl.vectors.mask import Mask
 
 STRATEGIES = [
     FedAvg(),
@@ -36,6 +36,8 @@ def assert_same(found, state) -> None:
     if dataclasses.is_dataclass(state):
         for field in dataclasses.fields(state):
             assert_same(getattr(found, field.name), getattr(state, field.name))
+    elif isinstance(state, Mask):
+        assert torch.equal(found.bits, state.bits)
     elif isinstance(state, torch.Tensor):
         assert found.dtype == state.dtype and torch.equal(found, state)
     else:
@@ -44,8 +46,8 @@ def assert_same(found, state) -> None:
 
 def played(strategy, folder, rounds=9):
     residuals = Residuals(LAYOUT.size, folder, memory_bytes=1)
-    parts = {"server": Server(0.5, 0.9), "devices": Unreliable(lose), "channel": Measured()}
-    f, fresh = federation(strategy, Sticky(6, 10, 4, over_commitment=1.5), 40, residuals=residuals, **parts)
+    parts = {"optimizer": Server(0.5, 0.9), "devices": Unreliable(lose), "channel": measured}
+    f, fresh = simulation(strategy, Sticky(6, 10, 4, over_commitment=1.5), 40, residuals=residuals, **parts)
     state = fresh
     for _ in range(rounds):
         state, _ = play(f, state)
@@ -55,10 +57,10 @@ def played(strategy, folder, rounds=9):
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_what_is_loaded_is_what_was_saved(strategy, tmp_path) -> None:
     f, fresh, state = played(strategy, tmp_path)
-    assert state.ledger.unused and state.velocity.any() and state.clock_s > 0 and state.up_bytes
-    checkpoint.save(tmp_path, state, f.residuals)
+    assert state.ledger.unused and state.optimizer.any() and state.clock_s > 0 and state.up_bytes
+    checkpoint.save(tmp_path, state, {"residuals": f.residuals})
     residuals = Residuals(LAYOUT.size, tmp_path, memory_bytes=1)
-    assert_same(checkpoint.load(tmp_path, fresh, residuals), state)
+    assert_same(checkpoint.load(tmp_path, fresh, {"residuals": residuals}), state)
     assert len(residuals) == len(f.residuals)
     for client in range(40):
         here, there = f.residuals.get(client), residuals.get(client)
@@ -67,24 +69,25 @@ def test_what_is_loaded_is_what_was_saved(strategy, tmp_path) -> None:
 
 def test_only_the_last_checkpoint_stays_and_half_a_one_does_not_count(tmp_path) -> None:
     f, fresh, state = played(GlueFL(), tmp_path)
-    checkpoint.save(tmp_path, state, f.residuals)
+    checkpoint.save(tmp_path, state, {"residuals": f.residuals})
     later, _ = play(f, state)
     (tmp_path / "state-10.safetensors.tmp").write_bytes(b"killed while writing")
     (tmp_path / "state.json.tmp").write_text("{")
     copy = Path(shutil.copytree(tmp_path, tmp_path.with_name("copy")))  # a load cuts off what came later
-    assert_same(checkpoint.load(copy, fresh, Residuals(LAYOUT.size, copy)), state)
-    checkpoint.save(tmp_path, later, f.residuals)
+    assert_same(checkpoint.load(copy, fresh, {"residuals": Residuals(LAYOUT.size, copy)}), state)
+    checkpoint.save(tmp_path, later, {"residuals": f.residuals})
     assert [path.name for path in tmp_path.glob("state-*")] == ["state-10.safetensors"]
-    assert_same(checkpoint.load(tmp_path, fresh, Residuals(LAYOUT.size, tmp_path)), later)
+    assert_same(checkpoint.load(tmp_path, fresh, {"residuals": Residuals(LAYOUT.size, tmp_path)}), later)
 
 
-def test_a_checkpoint_of_another_version_is_refused(tmp_path) -> None:
+@pytest.mark.parametrize("version", [1, 99])
+def test_a_checkpoint_of_another_version_is_refused(version, tmp_path) -> None:
     f, fresh, state = played(FedAvg(), tmp_path, rounds=1)
-    checkpoint.save(tmp_path, state, f.residuals)
+    checkpoint.save(tmp_path, state, {"residuals": f.residuals})
     saved = json.loads((tmp_path / "state.json").read_text())
-    (tmp_path / "state.json").write_text(json.dumps(saved | {"version": 99}))
-    with pytest.raises(GlueFLError, match="version 99"):
-        checkpoint.load(tmp_path, fresh, f.residuals)
+    (tmp_path / "state.json").write_text(json.dumps(saved | {"version": version}))
+    with pytest.raises(GlueFLError, match=f"format {version}"):
+        checkpoint.load(tmp_path, fresh, {"residuals": f.residuals})
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from gluefl.vectors.selection import Sparse, _magnitude_bits, _salt, _top, add_all
-from gluefl.wire import positions
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.selection import _magnitude_bits, _salt, _top_by_numpy
+from gluefl.vectors.sparse import add_all, part_of
+from gluefl.wire import layouts
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
@@ -46,7 +48,7 @@ def test_the_largest_are_those_of_numpy(size, kind, among, block, sample) -> Non
         some = eligible.to(DEVICE) if among else None
         sampled = {} if sample is None else {"sample": sample, "long": sample}
         found = largest(values.to(DEVICE), keep, start, _salt(round), some, block=block, **sampled)
-        assert torch.equal(found.cpu(), _top(bits, keep, round, start)), (keep, start, round)
+        assert torch.equal(found.cpu(), _top_by_numpy(bits, keep, round, start)), (keep, start, round)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -65,7 +67,7 @@ def test_gaps_are_those_of_numpy(size, present, known) -> None:
     found = gaps(masks.to(DEVICE), beside.to(DEVICE) if known else None, present, listed, block=block, short=short)
     for row, data, length in zip(masks, *found):
         numbered = (row if present else ~row)[~beside]
-        expected = positions._gaps(numbered, int(numbered.sum())) if numbered.any() else b""
+        expected = layouts._gaps(Mask(numbered), int(numbered.sum())) if numbered.any() else b""
         assert data[:length].cpu().numpy().tobytes() == expected
 
 
@@ -75,7 +77,7 @@ def test_the_longest_varints_have_room() -> None:
 
     mask = torch.arange(1, 129 * 50 + 1) % 129 == 0
     data, lengths = gaps(mask.unsqueeze(0).to(DEVICE), None, True, [50], block=64, short=64)
-    assert lengths.tolist() == [100] and data[0, :100].cpu().numpy().tobytes() == positions._gaps(mask, 50)
+    assert lengths.tolist() == [100] and data[0, :100].cpu().numpy().tobytes() == layouts._gaps(Mask(mask), 50)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -119,7 +121,7 @@ def test_parts_are_added_bit_for_bit(parts) -> None:
     masks = [torch.from_numpy(rng.random(5000) < 0.4) for _ in vectors]
     weights = [1.0, 0.3, -1e-9, *rng.random(6).tolist()][:parts]
     total[::7], vectors[-1][::11] = -0.0, torch.nan
-    expected = add_all(total.clone(), [Sparse.where(*part) for part in zip(masks, vectors)], weights)
+    expected = add_all(total.clone(), [part_of(part[1], Mask(part[0])) for part in zip(masks, vectors)], weights)
     found = add(total.to(DEVICE), [v.to(DEVICE) for v in vectors], [m.to(DEVICE) for m in masks], weights)
     assert torch.equal(found.cpu().isnan(), expected.isnan())  # which NaN it is may differ
     number = ~expected.isnan()
@@ -136,7 +138,7 @@ def test_the_rest_is_what_a_part_leaves(weight) -> None:
         torch.from_numpy(rng.random(5000) < 0.4),
     )
     vector[::7], vector[::11] = -0.0, torch.nan
-    expected = Sparse.where(mask, vector).rest_of(vector, weight)
+    expected = part_of(vector, Mask(mask)).rest_of(vector, weight)
     found = rest(vector.to(DEVICE), mask.to(DEVICE), weight).cpu()
     assert torch.equal(found.isnan(), expected.isnan())
     number = ~expected.isnan()
@@ -150,4 +152,4 @@ def test_far_apart_positions_have_long_gaps() -> None:
     mask = torch.zeros(1, 9_000_000, dtype=torch.bool)
     mask[0, [3, 130, 20_000, 2_200_000, 8_999_999]] = True  # one to four bytes
     data, lengths = gaps(mask.to(DEVICE), None, True, [5])
-    assert lengths.tolist() == [13] and data[0, :13].cpu().numpy().tobytes() == positions._gaps(mask[0], 5)
+    assert lengths.tolist() == [13] and data[0, :13].cpu().numpy().tobytes() == layouts._gaps(Mask(mask[0]), 5)

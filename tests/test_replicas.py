@@ -5,14 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from federations import LAYOUT, RUN, Delivered, Engine, Unreliable, federation
+from federations import LAYOUT, RUN, Engine, Unreliable, delivered, measured, simulation
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform, wire
 from gluefl.core.replica import Replica
 from gluefl.errors import WireError
-from gluefl.simulation.channel import Encoded, Measured
+from gluefl.simulation.channel import Encoded
 from gluefl.simulation.round import play
 from gluefl.strategies import Task
-from gluefl.vectors.selection import Sparse
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.sparse import Listed, whole
 
 CLIENTS = 40
 EXPECTED = wire.Expected(RUN, LAYOUT.fingerprint, LAYOUT.size, LAYOUT.statistics_size, wire.PACKAGE)
@@ -28,7 +29,7 @@ def lose(client: int, clock_s: int) -> float | None:
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=["uniform", "sticky"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_replicas_follow_the_server_over_fifty_rounds(strategy, sampler) -> None:
-    f, state = federation(strategy, sampler, CLIENTS, devices=Unreliable(lose), channel=Delivered())
+    f, state = simulation(strategy, sampler, CLIENTS, devices=Unreliable(lose), channel=delivered)
     weights, versions, accepted, fates = {}, {}, {}, []
     for _ in range(50):
         f.channel.sent.clear(), f.channel.delivered.clear()
@@ -59,12 +60,12 @@ def test_replicas_follow_the_server_over_fifty_rounds(strategy, sampler) -> None
 
 def test_a_late_client_that_was_told_to_stop_keeps_its_version() -> None:
     devices = Unreliable(lambda client, clock_s: None, slow=lambda client: 60.0 if client % 3 == 0 else 1.0)
-    f, state = federation(
+    f, state = simulation(
         STC(),
         Uniform(4, over_commitment=2.0),
         20,
         devices=devices,
-        channel=Delivered(),
+        channel=delivered,
         stop_late_downloads=True,
     )
     stopped = 0
@@ -84,7 +85,7 @@ def test_a_late_client_that_was_told_to_stop_keeps_its_version() -> None:
 @pytest.mark.parametrize("strategy", [GlueFL(), STC(compensation="plain"), APF(0.3, 2, 0.5)], ids=repr)
 def test_a_round_in_which_nobody_arrives_changes_nothing_and_is_counted(strategy) -> None:
     devices = Unreliable(lambda client, clock_s: 1.5 if 20 < clock_s < 40 else None)
-    f, state = federation(strategy, Uniform(4), CLIENTS, devices=devices)
+    f, state = simulation(strategy, Uniform(4), CLIENTS, devices=devices)
     empty = 0
     for _ in range(25):
         before, (state, record) = state, play(f, state)
@@ -93,13 +94,13 @@ def test_a_round_in_which_nobody_arrives_changes_nothing_and_is_counted(strategy
             empty += 1
             assert torch.equal(state.weights, before.weights) and torch.equal(state.statistics, before.statistics)
             assert state.strategy is before.strategy and torch.equal(state.ledger.changed_at, before.ledger.changed_at)
-            assert "nobody arrived" in " ".join(record.line["notes"])
+            assert "no client arrived" in " ".join(record.line["notes"])
             assert record.line["down_bytes"] > 0 == record.line["up_bytes"] and record.line["loss"] is None
     assert 0 < empty < 25
 
 
 def test_fewer_arrivals_enter_the_sum_with_larger_weights() -> None:
-    f, state = federation(FedAvg(), Uniform(6), CLIENTS, devices=Unreliable(lose), channel=Measured())
+    f, state = simulation(FedAvg(), Uniform(6), CLIENTS, devices=Unreliable(lose), channel=measured)
     found = set()
     for round in range(1, 15):
         before, (state, record) = state, play(f, state)
@@ -115,8 +116,8 @@ def test_fewer_arrivals_enter_the_sum_with_larger_weights() -> None:
 
 
 def test_residuals_are_scaled_by_the_weight_that_the_client_was_told() -> None:
-    f, state = federation(
-        STC(compensation="rescaled"), Uniform(6), CLIENTS, devices=Unreliable(lose), channel=Delivered()
+    f, state = simulation(
+        STC(compensation="rescaled"), Uniform(6), CLIENTS, devices=Unreliable(lose), channel=delivered
     )
     short = 0
     for round in range(1, 15):
@@ -127,14 +128,14 @@ def test_residuals_are_scaled_by_the_weight_that_the_client_was_told() -> None:
         clients = zip(record.line["clients"]["id"], record.line["clients"]["fate"], f.channel.sent)
         for client, parcel in ((client, parcel) for client, fate, parcel in clients if fate == "used"):
             assert parcel.header.weight == pytest.approx(1 / 6)
-            task = Task(round, f.space.mask(False), parcel.header.weight, f.space)
-            _, new = f.strategy.compress(Engine().delta(round, client), task, old[client])
+            task = Task(round, f.core.space.mask(False), parcel.header.weight, f.core.space)
+            _, new = f.core.strategy.compress(Engine().delta(round, client), task, old[client])
             assert torch.equal(f.residuals.get(client), new)
     assert short
 
 
 def test_a_client_that_was_not_used_keeps_its_residual() -> None:
-    f, state = federation(GlueFL(), Sticky(6, 10, 4, over_commitment=1.5), CLIENTS, devices=Unreliable(lose))
+    f, state = simulation(GlueFL(), Sticky(6, 10, 4, over_commitment=1.5), CLIENTS, devices=Unreliable(lose))
     kept = 0
     for _ in range(25):
         before = {client: f.residuals.get(client) for client in range(CLIENTS)}
@@ -149,7 +150,7 @@ def test_a_client_that_was_not_used_keeps_its_residual() -> None:
 @pytest.mark.parametrize("missing", ["sticky", "others"])
 @pytest.mark.parametrize("why", ["lost", "offline"])
 def test_a_missing_group_is_reported_as_biased(missing, why) -> None:
-    f, state = federation(FedAvg(), Sticky(6, 10, 4), CLIENTS)
+    f, state = simulation(FedAvg(), Sticky(6, 10, 4), CLIENTS)
     assert not play(f, state)[1].line["notes"]
     gone = {client for client in range(CLIENTS) if (client in state.sampler) == (missing == "sticky")}
     devices = {
@@ -163,8 +164,8 @@ def test_a_missing_group_is_reported_as_biased(missing, why) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_measuring_and_encoding_play_the_same_rounds(strategy) -> None:
     parts = {"devices": Unreliable(lose)}
-    f, state = federation(strategy, SAMPLERS[1], CLIENTS, channel=Measured(), **parts)
-    g, other = federation(strategy, SAMPLERS[1], CLIENTS, channel=Encoded(LAYOUT, RUN), **parts)
+    f, state = simulation(strategy, SAMPLERS[1], CLIENTS, channel=measured, **parts)
+    g, other = simulation(strategy, SAMPLERS[1], CLIENTS, channel=Encoded, **parts)
     for _ in range(15):
         state, record = play(f, state)
         other, encoded = play(g, other)
@@ -174,8 +175,8 @@ def test_measuring_and_encoding_play_the_same_rounds(strategy) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_the_order_in_which_clients_are_trained_changes_no_bit(strategy) -> None:
-    f, state = federation(strategy, SAMPLERS[1], CLIENTS, channel=Measured())
-    g, other = federation(strategy, SAMPLERS[1], CLIENTS, channel=Measured(), engine=Engine(reverse=True))
+    f, state = simulation(strategy, SAMPLERS[1], CLIENTS, channel=measured)
+    g, other = simulation(strategy, SAMPLERS[1], CLIENTS, channel=measured, engine=Engine(reverse=True))
     for _ in range(15):
         state, record = play(f, state)
         other, reversed_ = play(g, other)
@@ -184,7 +185,7 @@ def test_the_order_in_which_clients_are_trained_changes_no_bit(strategy) -> None
 
 
 def test_statistics_are_the_plain_mean_of_the_used_clients() -> None:
-    f, state = federation(GlueFL(), Sticky(6, 10, 4, over_commitment=1.5), CLIENTS, devices=Unreliable(lose))
+    f, state = simulation(GlueFL(), Sticky(6, 10, 4, over_commitment=1.5), CLIENTS, devices=Unreliable(lose))
     for round in range(1, 12):
         state, record = play(f, state)
         clients = zip(record.line["clients"]["id"], record.line["clients"]["fate"])
@@ -198,7 +199,7 @@ def test_statistics_are_the_plain_mean_of_the_used_clients() -> None:
 
 def package(replica: Replica, base, version, update, **fields) -> tuple[wire.Header, wire.Body]:
     body = wire.Body(
-        update, torch.full_like(replica.statistics, 7.0), wire.Shared(torch.zeros(5, dtype=torch.bool)), True
+        update, torch.full_like(replica.statistics, 7.0), wire.Shared(Mask(torch.zeros(5, dtype=torch.bool))), True
     )
     return wire.Header(wire.PACKAGE, RUN, LAYOUT.fingerprint, 1, base, version, **fields), body
 
@@ -206,18 +207,18 @@ def package(replica: Replica, base, version, update, **fields) -> tuple[wire.Hea
 def test_a_package_brings_a_replica_to_the_next_version() -> None:
     nothing = Replica(torch.zeros(5), torch.zeros(2))
     assert nothing.hash == wire.NO_HASH
-    whole = nothing.apply(*package(nothing, None, 3, Sparse.full(torch.arange(5.0))))
-    assert whole.version == 3 and torch.equal(whole.weights, torch.arange(5.0)) and whole.statistics.tolist() == [7, 7]
-    patch = Sparse(torch.tensor([1, 4]), torch.tensor([9.0, -0.0]), 5)
-    announced = wire.replica_hash(torch.tensor([0, 9.0, 2, 3, -0.0]), whole.statistics)
-    patched = whole.apply(*package(whole, 3, 8, patch, hash=announced))
+    first = nothing.apply(*package(nothing, None, 3, whole(torch.arange(5.0))))
+    assert first.version == 3 and torch.equal(first.weights, torch.arange(5.0)) and first.statistics.tolist() == [7, 7]
+    patch = Listed(torch.tensor([1, 4]), torch.tensor([9.0, -0.0]), 5)
+    announced = wire.replica_hash(torch.tensor([0, 9.0, 2, 3, -0.0]), first.statistics)
+    patched = first.apply(*package(first, 3, 8, patch, hash=announced))
     assert patched.version == 8 and patched.weights.tolist() == [0, 9, 2, 3, 0] and patched.hash == announced
-    assert torch.equal(whole.weights, torch.arange(5.0))  # the old one is as it was
+    assert torch.equal(first.weights, torch.arange(5.0))  # the old one is as it was
 
 
 def test_a_package_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     replica = Replica(torch.arange(5.0), torch.zeros(2), 3)
-    patch = Sparse(torch.tensor([1]), torch.tensor([9.0]), 5)
+    patch = Listed(torch.tensor([1]), torch.tensor([9.0]), 5)
     for header, body, says in [
         (*package(replica, 2, 8, patch), "starts from version 2, this replica holds 3"),
         (*package(replica, None, 8, patch), "whole model"),
@@ -229,7 +230,7 @@ def test_a_package_that_does_not_fit_is_refused_and_changes_nothing() -> None:
 
 
 def test_packages_name_the_hash_of_what_the_client_holds() -> None:
-    f, state = federation(STC(), Uniform(CLIENTS), CLIENTS, channel=Delivered())
+    f, state = simulation(STC(), Uniform(CLIENTS), CLIENTS, channel=delivered)
     held = wire.NO_HASH
     for _ in range(3):
         f.channel.sent.clear()

@@ -6,27 +6,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gluefl.accel.graphs import CAPTURED
+from gluefl.accel.resources import resources
 from gluefl.errors import GlueFLError
-from gluefl.vectors import selection
+from gluefl.vectors.mask import Mask
 from gluefl.vectors.selection import (
-    Sparse,
     _magnitude_bits,
-    _top,
-    _top_on_gpu,
-    add_all,
+    _top_by_numpy,
+    _top_by_torch,
     count,
     counts,
-    known_count,
-    outside,
-    positions_of,
     tie_break,
     top,
 )
+from gluefl.vectors.sparse import Masked, add_all, nothing, part_of, whole
 from stubs import twin
 
 few_values = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, 1e-40, -1e-40])  # massive ties, signed zeros, denormals
 any_values = st.floats(width=32, allow_nan=False, allow_infinity=False)
 vectors = st.one_of(st.lists(few_values, max_size=60), st.lists(any_values, max_size=60))
+
+
+def chosen(values, keep, sizes, round, among=None) -> torch.Tensor:
+    """The booleans of `top`; a count that it knows by construction is right."""
+    mask = top(values, keep, sizes, round, None if among is None else Mask(among))
+    assert mask.known_count in (None, int(mask.bits.sum()))
+    return mask.bits
 
 
 def as_vector(values) -> torch.Tensor:
@@ -36,7 +41,7 @@ def as_vector(values) -> torch.Tensor:
 @given(vectors, st.integers(-1, 70), st.integers(1, 10**6))
 def test_top_is_what_a_sort_would_choose(values, k, round) -> None:
     vector = as_vector(values)
-    mask = top(vector, [k], [len(values)], round)
+    mask = chosen(vector, [k], [len(values)], round)
     assert np.array_equal(mask.numpy(), twin.top(vector.numpy(), k, round))
     assert int(mask.sum()) == max(0, min(k, len(values)))
 
@@ -45,7 +50,7 @@ def test_top_is_what_a_sort_would_choose(values, k, round) -> None:
 def test_only_eligible_positions_are_chosen(values, k, round, random) -> None:
     vector = as_vector(values)
     among = torch.tensor([random.random() < 0.5 for _ in values], dtype=torch.bool)
-    mask = top(vector, [k], [len(values)], round, among)
+    mask = chosen(vector, [k], [len(values)], round, among)
     assert np.array_equal(mask.numpy(), twin.top(vector.numpy(), k, round, among.numpy()))
     assert int(mask.sum()) == min(k, int(among.sum()))
 
@@ -63,7 +68,7 @@ def test_segments_are_chosen_each_by_itself(segments, round) -> None:
         inside[start : start + size] = True
         expected.append(twin.top(vector.numpy(), k, round, inside))
         start += size
-    assert np.array_equal(top(vector, keep, sizes, round).numpy(), np.logical_or.reduce(expected))
+    assert np.array_equal(chosen(vector, keep, sizes, round).numpy(), np.logical_or.reduce(expected))
 
 
 @settings(max_examples=15)
@@ -80,7 +85,7 @@ def test_a_large_vector_is_chosen_like_a_small_one(size, share, kind, seed) -> N
     hashed = tie_break(torch.arange(size), seed + 1).numpy()
     expected = np.zeros(size, bool)
     expected[np.lexsort((hashed, -np.abs(values)))[:k]] = True
-    assert np.array_equal(top(torch.from_numpy(values), [k], [size], seed + 1).numpy(), expected)
+    assert np.array_equal(chosen(torch.from_numpy(values), [k], [size], seed + 1).numpy(), expected)
 
 
 def test_a_sample_that_misleads_does_not_matter() -> None:
@@ -89,14 +94,14 @@ def test_a_sample_that_misleads_does_not_matter() -> None:
         values = torch.full((size,), 1 - shown)
         values[::looked_at] = shown
         values += torch.arange(size) / 2**20
-        mask = top(values, [1000], [size], 1)
-        assert torch.equal(positions_of(mask), values.topk(1000).indices.sort().values)
+        mask = chosen(values, [1000], [size], 1)
+        assert torch.equal(Mask(mask).positions, values.topk(1000).indices.sort().values)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_refused(bad) -> None:
     with pytest.raises(GlueFLError, match="1 of 3 values"):
-        top(torch.tensor([1.0, bad, 2.0]), [2], [3], 1)
+        chosen(torch.tensor([1.0, bad, 2.0]), [2], [3], 1)
 
 
 @given(st.integers(0, 1000), st.integers(0, 10**7))
@@ -117,23 +122,37 @@ def test_the_tie_break_is_the_twins_and_never_ties_itself(round, start) -> None:
 
 
 def test_ties_are_spread_over_the_vector_and_move_with_the_round() -> None:
-    masks = [top(torch.ones(10_000), [2000], [10_000], round) for round in (1, 2)]
+    masks = [chosen(torch.ones(10_000), [2000], [10_000], round) for round in (1, 2)]
     for mask in masks:
         assert 850 < int(mask[:5000].sum()) < 1150  # a fair half, not the first layers
     assert 250 < int((masks[0] & masks[1]).sum()) < 550  # 400 by chance
 
 
+FORMS = [part_of, lambda vector, mask: Masked(mask, vector)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["listed", "masked"])
 @given(vectors, st.randoms(use_true_random=False), st.sampled_from([1.0, 0.5, -2.0]))
-def test_sparse_holds_what_the_mask_covers(values, random, weight) -> None:
+def test_sparse_holds_what_the_mask_covers(form, values, random, weight) -> None:
     vector = as_vector(values)
     mask = torch.tensor([random.random() < 0.5 for _ in values], dtype=torch.bool)
-    sparse = Sparse.where(mask, vector)
-    assert torch.equal(sparse.mask(), mask)
+    sparse = form(vector, Mask(mask))
+    assert torch.equal(sparse.mask.bits, mask) and sparse.count == sparse.support.count == int(mask.sum())
     assert torch.equal(sparse.dense(), torch.where(mask, vector, 0.0))
+    assert torch.equal(sparse.values, vector[mask]) and torch.equal(sparse.positions, mask.nonzero().squeeze(1))
     ones = torch.ones(len(values))
     assert sparse.add_to(ones, weight) is ones
     assert torch.equal(ones, torch.where(mask, 1 + weight * vector, 1.0))
-    assert torch.equal(Sparse.full(vector).dense(), vector) and not Sparse.empty(len(values)).mask().any()
+    assert torch.equal(sparse.with_values(sparse.values + 1).dense(), torch.where(mask, vector + 1, 0.0))
+    assert torch.equal(sparse.rest_of(vector, weight), torch.where(mask, 0.0, weight * vector))
+
+
+@given(vectors)
+def test_the_whole_vector_and_nothing_of_it(values) -> None:
+    vector = as_vector(values)
+    assert whole(vector).is_whole and torch.equal(whole(vector).dense(), vector) and whole(vector).values is vector
+    assert torch.equal(whole(vector).positions, torch.arange(len(values)))
+    assert not whole(vector).rest_of(vector).any() and nothing(len(values)).count == 0
 
 
 @given(vectors, st.randoms(use_true_random=False), st.integers(-1, 40), st.integers(1, 9))
@@ -141,15 +160,7 @@ def test_what_a_gpu_does_chooses_the_same(values, random, keep, round) -> None:
     """The calls a GPU gets, on a CPU: they give the same answer with one question instead of several."""
     among = torch.tensor([random.random() < 0.7 for _ in values], dtype=torch.bool)
     bits = _magnitude_bits(as_vector(values)) | (~among).to(torch.int32).neg_()
-    assert torch.equal(_top_on_gpu(bits, keep, round, 5), _top(bits, keep, round, 5))
-
-
-def test_a_view_and_a_whole_vector_are_as_good_as_what_they_stand_for() -> None:
-    vector, mask = torch.arange(10.0), torch.arange(10) % 3 == 0
-    view, plain = Sparse.view(mask, vector), Sparse.where(mask, vector)
-    assert view.count == plain.count == 4 and view.density == plain.density
-    assert torch.equal(view.values, plain.values) and torch.equal(view.positions, plain.positions)
-    assert Sparse.full(vector).mask().all() and torch.equal(Sparse.full(vector).positions, torch.arange(10))
+    assert torch.equal(_top_by_torch(bits, keep, round, 5), _top_by_numpy(bits, keep, round, 5))
 
 
 @pytest.mark.gpu
@@ -159,19 +170,22 @@ def test_cpu_and_gpu_choose_the_same(rounded) -> None:
     values = (values * 4).round() if rounded else values
     among = torch.arange(100_003) % 3 > 0
     for keep, sizes in (([20_001], [100_003]), ([10, 60_000], [3, 100_000])):
-        here = top(values, keep, sizes, 7, among)
-        there = top(values.cuda(), keep, sizes, 7, among.cuda())
+        here = chosen(values, keep, sizes, 7, among)
+        there = chosen(values.cuda(), keep, sizes, 7, among.cuda())
         assert torch.equal(here, there.cpu())
-        assert torch.equal(positions_of(here), positions_of(there).cpu())
+        assert torch.equal(Mask(here).positions, Mask(there).positions.cpu())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [300_000, 5_000_000])
-def test_passes_that_were_captured_give_the_same_masks(size, monkeypatch) -> None:
+def test_passes_that_were_captured_give_the_same_masks(size) -> None:
     """Whatever is asked for, one after the other: nothing is left of what was asked for before."""
-    from gluefl.accel.kernels import largest
+    with resources() as held:
+        captured(size)
+        assert len(held.graphs) == (4 if size // 2 >= CAPTURED else 3) and None not in held.graphs.values()
 
-    monkeypatch.setattr(largest, "_graphs", {})
+
+def captured(size) -> None:
     generator = torch.Generator().manual_seed(1)
     among, found = torch.rand(size, generator=generator) < 0.8, []
     for step in range(8):
@@ -182,18 +196,16 @@ def test_passes_that_were_captured_give_the_same_masks(size, monkeypatch) -> Non
         if step in (0, 5):
             there = among.cuda()  # else the same tensor again
         keep = size // (5 if step < 4 else 25)
-        here = top(values, [keep], [size], step, some)
-        found.append((here, top(values.cuda(), [keep], [size], step, None if some is None else there)))
+        here = chosen(values, [keep], [size], step, some)
+        found.append((here, chosen(values.cuda(), [keep], [size], step, None if some is None else there)))
         if step == 6:
             there.logical_not_()  # in place: it is another choice
             among = ~among
     two = [size // 7, size // 9], [size // 2, size // 2]  # of one length: only where they begin is different
-    found.append((top(values, *two, 9, among), top(values.cuda(), *two, 9, among.cuda())))
+    found.append((chosen(values, *two, 9, among), chosen(values.cuda(), *two, 9, among.cuda())))
     with torch.cuda.stream(torch.cuda.Stream()):
-        found.append((top(values, [7], [size], 3), top(values.cuda(), [7], [size], 3)))
+        found.append((chosen(values, [7], [size], 3), chosen(values.cuda(), [7], [size], 3)))
     assert all(torch.equal(here, there.cpu()) for here, there in found)
-    assert len(largest._graphs) == (4 if size // 2 >= largest.CAPTURED else 3)
-    assert None not in largest._graphs.values()
 
 
 @pytest.mark.gpu
@@ -203,7 +215,7 @@ def test_top_k_asks_a_gpu_for_nothing(size) -> None:
     for turn in range(3):
         torch.cuda.set_sync_debug_mode("error" if turn else "default")  # the first compiles and captures
         try:
-            found.append(top(values, [size // 5], [size], turn, among))  # fails if it waits
+            found.append(chosen(values, [size // 5], [size], turn, among))  # fails if it waits
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert [int(mask.sum()) for mask in found] == [size // 5] * 3
@@ -211,24 +223,19 @@ def test_top_k_asks_a_gpu_for_nothing(size) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("keep", [-1, 0, 5, 400, 5000])
-def test_who_chooses_knows_how_many(keep, device, monkeypatch) -> None:
-    """Nobody asks a GPU, and what is known is right. (On a CPU nothing is remembered, unless for this test.)"""
-    monkeypatch.setattr(selection, "remember_count", remember_everywhere)
-    monkeypatch.setattr(Sparse, "where", Sparse.view)  # as there, whatever the device
+def test_masks_know_their_count_by_construction(keep, device) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(device)
     mask = top(values, [160], [1000], 1)
-    unique = top(values, [keep], [1000], 2, among=outside(mask))
-    both = Sparse.both(mask, unique, values)
-    shared = top(values, [160], [1000], 2, among=both.mask())
-    for some in (mask, outside(mask), unique, both.mask(), shared, top(values, [3, keep], [400, 600], 3)):
-        assert known_count(some) == int(some.sum())
-    assert known_count(mask.clone()) is None and both.covered is mask
-    mask[0] = ~mask[0]
-    assert known_count(mask) is None and torch.equal(outside(mask), ~mask)
-
-
-def remember_everywhere(mask: torch.Tensor, count: int) -> None:
-    vars(mask)["counted"] = mask._version, count
+    unique = top(values, [keep], [1000], 2, among=mask.complement)
+    joined = mask.joined(unique)
+    shared = top(values, [160], [1000], 2, among=joined)
+    for each in (mask, mask.complement, unique, joined, shared, top(values, [3, keep], [400, 600], 3)):
+        assert each.known_count == int(each.bits.sum())
+    uncounted = Mask(mask.bits)
+    assert uncounted.known_count is None and uncounted.complement.known_count is None
+    assert uncounted.count == 160 == uncounted.known_count and uncounted.complement.known_count == 840
+    assert uncounted.complement is uncounted.complement and torch.equal(uncounted.complement.bits, ~mask.bits)
+    assert [part.count for part in mask.split((400, 600))] == [int(mask.bits[:400].sum()), int(mask.bits[400:].sum())]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -236,8 +243,8 @@ def test_many_parts_are_added_as_one_by_one(device) -> None:
     rng = np.random.default_rng(2)
     vectors = [torch.from_numpy(rng.standard_normal(300).astype(np.float32)).to(device) for _ in range(11)]
     for mixed in (False, True):  # a whole one among them is added by itself
-        parts = [Sparse.where(torch.from_numpy(rng.random(300) < 0.4).to(device), v) for v in vectors]
-        parts[5:6] = [Sparse.full(vectors[5])] if mixed else parts[5:6]
+        parts = [part_of(v, Mask(torch.from_numpy(rng.random(300) < 0.4).to(device))) for v in vectors]
+        parts[5:6] = [whole(vectors[5])] if mixed else parts[5:6]
         expected = torch.zeros(300, device=device)
         for part in parts:
             part.add_to(expected, 0.3)
@@ -245,23 +252,17 @@ def test_many_parts_are_added_as_one_by_one(device) -> None:
     assert torch.equal(add_all(torch.ones(3, device=device), [], []), torch.ones(3, device=device))
 
 
-class Unlisted(Sparse):
-    """As on a GPU, where positions are not listed."""
-
-    _listed = False
-
-
 @given(st.lists(st.tuples(st.booleans(), st.floats(width=32), st.floats(width=32)), max_size=20), st.floats(-2, 2))
 def test_over_the_whole_vector_or_over_its_positions_gives_the_same_bits(entries, weight) -> None:
     mask = torch.tensor([present for present, _, _ in entries], dtype=torch.bool)
     values = torch.tensor([value for _, value, _ in entries], dtype=torch.float32)
     vector = torch.tensor([-0.0 if other == 0 else other for _, _, other in entries], dtype=torch.float32)
-    listed, unlisted = Sparse.where(mask, values), Unlisted.view(mask, values)
+    listed, masked = part_of(values, Mask(mask)), Masked(Mask(mask), values)
     for change in (
         lambda sparse: sparse.add_to(vector.clone(), weight),
         lambda sparse: sparse.set_in(vector.clone(), 7),
+        lambda sparse: sparse.rest_of(vector, weight),
     ):
-        expected, found = change(listed), change(unlisted)
+        expected, found = change(listed), change(masked)
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.view(torch.int32)[~found.isnan()], expected.view(torch.int32)[~found.isnan()])
-    assert "positions" not in vars(unlisted)

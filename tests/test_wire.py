@@ -4,7 +4,7 @@ import os
 import struct
 import tracemalloc
 import zlib
-from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gluefl import wire
-from gluefl.accel.cores import beside, overtaking, started
+from gluefl.accel.resources import resources
+from gluefl.accel.streams import on_side_stream, recorded
+from gluefl.accel.threads import submit
 from gluefl.errors import GlueFLError, WireError
-from gluefl.vectors.selection import Sparse, count_true
-from gluefl.wire import positions
-from gluefl.wire.bodies import ABSOLUTE, BESIDE_MASK, KNOWN
-from gluefl.wire.encoding import _hand_out_apart, _hand_out_from_gpu
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.sparse import Masked, part_of
+from gluefl.wire import layouts, positions
+from gluefl.wire.encoder import ABSOLUTE, BESIDE_MASK, KNOWN
+from gluefl.wire.encoder import PositionSet, _from_gpu, _from_gpu_after
 from gluefl.wire.messages import HEADER, SECTION
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -56,7 +59,7 @@ def body_of(chosen, shared, statistics=2, sends_mask=True, seed=0) -> wire.Body:
     rng = np.random.default_rng(seed)
     bits = torch.from_numpy(rng.integers(0, 2**32, chosen.numel(), dtype=np.uint32).view(np.float32))  # NaN included
     extra = torch.from_numpy(rng.standard_normal(statistics).astype(np.float32))
-    return wire.Body(Sparse.where(chosen, bits), extra, wire.Shared(shared), sends_mask)
+    return wire.Body(part_of(bits, Mask(chosen)), extra, wire.Shared(Mask(shared)), sends_mask)
 
 
 def header_of(body, **fields) -> wire.Header:
@@ -78,7 +81,7 @@ def assert_same(found: wire.Body, body: wire.Body) -> None:
     assert torch.equal(found.update.positions, body.update.positions)
     assert torch.equal(found.update.values.view(torch.int32), body.update.values.view(torch.int32))
     assert torch.equal(found.statistics, body.statistics)
-    assert torch.equal(found.shared.mask, body.shared.mask)
+    assert torch.equal(found.shared.mask.bits, body.shared.mask.bits)
     assert (found.update.size, found.sends_mask) == (body.update.size, body.sends_mask)
 
 
@@ -97,14 +100,14 @@ def with_body(data: bytes, body: bytes) -> bytes:
 
 @given(masks)
 def test_unpacking_gives_back_the_mask(mask) -> None:
-    packed = wire.pack(mask)
-    assert torch.equal(wire.unpack(packed, mask.numel()), mask) and packed.count == int(mask.sum())
+    packed = wire.pack(Mask(mask))
+    assert torch.equal(wire.unpack(packed, mask.numel()).bits, mask) and packed.count == int(mask.sum())
     assert len(packed.data) <= -(-mask.numel() // 8)  # a bitmap is never beaten by something longer
 
 
 def test_every_codec_is_used_where_it_is_smallest() -> None:
     shapes = [(100, 0), (100, 1), (20, 0.5), (50_000, 0.2), (50_000, 0.001), (50_000, 0.999)]
-    assert [wire.pack(mask_of(*shape, 0)).codec for shape in shapes] == list(range(len(positions.CODECS)))
+    assert [wire.pack(Mask(mask_of(*shape, 0))).codec for shape in shapes] == list(range(len(positions.CODECS)))
 
 
 @given(
@@ -128,13 +131,13 @@ def test_decoding_gives_back_the_message(body, round, base, accepted, weight) ->
 
 @given(bodies())
 def test_positions_inside_the_mask_cost_nothing(body) -> None:
-    relation, packed = body.positions
-    inside = bool((body.shared.mask & ~body.update.mask()).any())
+    relation, packed = PositionSet.of(body.update, body.shared).encode()
+    inside = bool((body.shared.mask.bits & ~body.update.mask.bits).any())
     if relation == BESIDE_MASK:
-        assert not inside and packed.count == body.update.positions.numel() - int(body.shared.mask.sum())
+        assert not inside and packed.count == body.update.count - body.shared.mask.count
     else:
         assert relation == ABSOLUTE and packed.count == body.update.positions.numel()
-        assert inside or not body.shared.mask.any() or body.update.density == 1
+        assert inside or not body.shared.mask.count or body.update.density == 1
 
 
 def test_a_hash_tells_any_bit_apart() -> None:
@@ -244,6 +247,10 @@ NO_MASK = (positions.NOTHING, ABSOLUTE, 0, b"")
             "3 statistics in 12 bytes were found, 2",
         ),
         (sections(NO_MASK, NO_MASK, (0, 0, 0, b""), (0, 0, 2, bytes(8))) + b"x", "1 bytes follow"),
+        (
+            sections(NO_MASK, NO_MASK, (7, 0, 0, b""), (0, 0, 2, bytes(8))),
+            "codec 7 for values was found, 0 was expected",
+        ),
         (SECTION.pack(0, ABSOLUTE, 0, 0, 2**63), "is cut off"),
         (SECTION.pack(0, ABSOLUTE, 9, 0, 0), "reserved"),
     ],
@@ -306,7 +313,7 @@ def test_malformed_gaps_are_refused(gaps, count) -> None:
 
 
 def test_bits_beyond_the_end_of_a_bitmap_are_refused() -> None:
-    assert wire.unpack(wire.Packed(positions.BITMAP, 1, b"\x00\x08"), 12).nonzero().tolist() == [[11]]
+    assert wire.unpack(wire.Packed(positions.BITMAP, 1, b"\x00\x08"), 12).positions.tolist() == [11]
     with pytest.raises(WireError, match="padding"):
         wire.unpack(wire.Packed(positions.BITMAP, 1, b"\x00\x18"), 12)
 
@@ -317,9 +324,9 @@ def test_bits_beyond_the_end_of_a_bitmap_are_refused() -> None:
 def example(step, mask_step, size=40, sends_mask=True) -> wire.Body:
     """Every `step`-th position and a mask of every `mask_step`-th, 0 for none; no generator that may change."""
     at = torch.arange(size)
-    update = Sparse.where(at % step == 1 % step, (at - 20) / 8)
+    update = part_of((at - 20) / 8, Mask(at % step == 1 % step))
     return wire.Body(
-        update, torch.tensor([0.5, -3.0]), wire.Shared(at % mask_step == 1 if mask_step else at < 0), sends_mask
+        update, torch.tensor([0.5, -3.0]), wire.Shared(Mask(at % mask_step == 1 if mask_step else at < 0)), sends_mask
     )
 
 
@@ -357,42 +364,43 @@ def test_rows_are_laid_out_as_masks_are_one_by_one(size, densities, seed) -> Non
     rng = np.random.default_rng(seed)
     masks = torch.from_numpy(rng.random((len(densities), size)) < np.array(densities).reshape(-1, 1))
     counts = masks.sum(1).tolist()
-    expected = [positions.lay_out(mask, count) for mask, count in zip(masks, counts)]
-    assert positions.lay_out_rows(masks, counts)() == expected
+    expected = [layouts.lay_out(Mask(mask)) for mask in masks]
+    assert layouts.lay_out_rows(masks, counts)() == expected
     for mask, laid_out in zip(masks, expected):
-        assert torch.equal(wire.unpack(positions.squeeze(laid_out), size), mask)
+        assert torch.equal(wire.unpack(positions.squeeze(laid_out), size).bits, mask)
 
 
 @given(st.integers(1, 400) | st.integers(4090, 4400), st.sampled_from([0.0, 0.004, 0.05, 0.1, 0.5, 0.97, 1.0]))
 def test_a_list_is_laid_out_as_its_mask(size, density) -> None:
     mask = mask_of(size, density, 5)
-    expected = positions.lay_out(mask, int(mask.sum()))
-    assert positions.lay_out_list(np.flatnonzero(mask.numpy()).astype(np.int32), size) == expected
+    expected = layouts.lay_out(Mask(mask))
+    assert layouts.lay_out_list(np.flatnonzero(mask.numpy()).astype(np.int32), size) == expected
 
 
 @pytest.mark.parametrize("apart", [1, 100, 127, 128, 129, 16_384, 16_385, 3_000_000])
 def test_gaps_of_every_length_are_read_back(apart) -> None:
     mask = torch.zeros(3 * apart + 9, dtype=torch.bool)
     mask[torch.tensor([0, 1, 1 + apart, 2 * apart, 3 * apart + 5])] = True
-    assert torch.equal(wire.unpack(wire.pack(mask), mask.numel()), mask)
+    assert torch.equal(wire.unpack(wire.pack(Mask(mask)), mask.numel()).bits, mask)
 
 
 @given(st.integers(2, 60), st.integers(0, 99), st.sampled_from([0.0, 0.3, 1.0]))
 def test_a_listed_update_is_encoded_as_one_that_is_not(size, seed, density) -> None:
     """Whether the shared mask is part of it or not."""
-    shared = wire.Shared(mask_of(size, 0.4, seed))
-    for mask in (shared.mask | mask_of(size, density, seed + 1), mask_of(size, density, seed + 2)):
-        found = [
-            wire.Body(make(mask, torch.arange(float(size))), torch.zeros(0), shared, False).encoded_here()
-            for make in (Sparse.where, Sparse.view)
-        ]
-        assert found[0] == found[1]
+    shared = wire.Shared(Mask(mask_of(size, 0.4, seed)))
+    for mask in (shared.mask.bits | mask_of(size, density, seed + 1), mask_of(size, density, seed + 2)):
+        vector = torch.arange(float(size))
+        listed, masked = (
+            PositionSet.of(update, shared).encode()
+            for update in (part_of(vector, Mask(mask)), Masked(Mask(mask), vector))
+        )
+        assert listed == masked
 
 
 @pytest.mark.parametrize("density", [0.001, 0.02, 0.06, 0.94, 0.98, 0.999])
 def test_no_bitmap_is_made_where_it_would_not_be_sent(density) -> None:
     mask = mask_of(50_000, density, 4)
-    laid_out = positions.lay_out(mask, int(mask.sum()))
+    laid_out = layouts.lay_out(Mask(mask))
     with_bitmap = replace(laid_out, bitmap=np.packbits(mask.numpy(), bitorder="little").tobytes())
     assert laid_out.bitmap is None and positions.squeeze(laid_out) == positions.squeeze(with_bitmap)
 
@@ -415,57 +423,47 @@ def test_bodies_are_laid_out_on_a_gpu_as_one_by_one(how, size, density) -> None:
 
 @given(st.integers(2, 60), st.lists(st.sampled_from(KINDS), min_size=1, max_size=6), st.integers(0, 99))
 def test_what_is_counted_beforehand_is_laid_out_as_if_it_were_not(size, kinds, seed) -> None:
-    def remember(mask: torch.Tensor) -> None:
-        vars(mask)["counted"] = mask._version, int(mask.sum())
-
-    assert_laid_out_alike(size, kinds, seed, 0.3, "cpu", "counted", remember)
+    assert_laid_out_alike(size, kinds, seed, 0.3, "cpu", "counted")
 
 
-def test_where_a_gpu_has_no_room_positions_are_made_when_they_are_asked_for(monkeypatch) -> None:
+def test_without_memory_on_a_gpu_positions_are_encoded_when_they_are_read(monkeypatch) -> None:
     def full(*arguments):
         raise torch.cuda.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("gluefl.wire.encoding.lay_out_together", full)
-    shared = wire.Shared(torch.arange(90) % 5 == 0)
-    body = wire.Body(Sparse.where(torch.arange(90) % 3 == 0, torch.ones(90)), torch.zeros(2), shared, True)
-    hand_out([shared, body], lambda owners: _hand_out_apart(owners, None, Settled()))
-    assert body.positions == body.encoded_here() and shared.packed == wire.pack(shared.mask)
-
-
-def hand_out(owners, how) -> None:
-    handed = Future()
-    handed.set_result(how(owners))
-    for owner in owners:
-        vars(owner)["handed"] = handed
+    monkeypatch.setattr("gluefl.wire.encoder.lay_out_together", full)
+    shared = wire.Shared(Mask(torch.arange(90) % 5 == 0))
+    sets = [PositionSet.of(Masked(Mask(torch.arange(90) % 3 == 0), torch.ones(90)), shared)]
+    assert [pending.result() for pending in _from_gpu(sets, None)] == [one.encode() for one in sets]
 
 
 @given(st.integers(5_000, 30_000), st.floats(0, 1), st.floats(0, 1), st.booleans(), st.integers(0, 99))
 @settings(max_examples=60)
-def test_how_long_a_message_will_be_is_nearly_foreseen(size, density, shared, sends_mask, seed) -> None:
+def test_the_expected_length_of_a_message_is_nearly_its_length(size, density, shared, sends_mask, seed) -> None:
     known = mask_of(size, shared * density, seed)
-    update = Sparse.where(known | mask_of(size, density, seed + 100), torch.zeros(size))
-    body = wire.Body(update, torch.zeros(3), wire.Shared(known), sends_mask)
-    assert wire.foresee(body) == pytest.approx(wire.measure(body), rel=0.03, abs=400)
+    update = part_of(torch.zeros(size), Mask(known | mask_of(size, density, seed + 100)))
+    body = wire.Body(update, torch.zeros(3), wire.Shared(Mask(known)), sends_mask)
+    assert wire.expected_bytes(body) == pytest.approx(wire.measure(body), rel=0.03, abs=400)
 
 
 @pytest.mark.gpu
-def test_positions_are_counted_at_once_and_then_known() -> None:
-    shared = wire.Shared((torch.arange(5000) % 5 == 0).cuda())
-    masks = [shared.mask | mask_of(5000, density, 3).cuda() for density in (0.0, 0.3, 1.0)]
-    bodies = [wire.Body(Sparse.view(mask, torch.zeros(5000).cuda()), torch.zeros(2), shared, True) for mask in masks]
-    counts = [int(mask.sum()) for mask in masks]
-    wire.count_positions(bodies)
-    torch.cuda._sleep(10**9)  # whoever asks now would wait for half a second
-    busy = started(shared.mask.device)
-    assert [body.update.count for body in bodies] == counts and counts[0] == 1000 and counts[2] == 5000
-    with overtaking(shared.mask.device, "encoding"):
-        wire.encode_positions(bodies)
-    found = [body.positions for body in bodies]
-    assert not busy.query()
-    assert found == [wire.Body(body.update, body.statistics, shared, True).encoded_here() for body in bodies]
+def test_positions_are_counted_once_and_then_known() -> None:
+    shared = wire.Shared(Mask((torch.arange(5000) % 5 == 0).cuda()))
+    masks = [Mask(shared.mask.bits | mask_of(5000, density, 3).cuda()) for density in (0.0, 0.3, 1.0)]
+    bodies = [wire.Body(Masked(mask, torch.zeros(5000).cuda()), torch.zeros(2), shared, True) for mask in masks]
+    expected = [int(mask.bits.sum()) for mask in masks]
+    with resources():
+        counts = wire.count_positions(bodies)
+        torch.cuda._sleep(10**9)  # a synchronisation would now wait for half a second
+        busy = recorded(shared.mask.bits.device)
+        assert [body.update.count for body in bodies] == expected == [count for count, _ in counts]
+        with on_side_stream(shared.mask.bits.device, "encoding"):
+            encodings = wire.encode_positions(bodies, counts=counts)
+        found = [encoding.positions.result() for encoding in encodings]
+        assert not busy.query()
+    assert found == [PositionSet.of(body.update, shared).encode() for body in bodies]
 
 
-class Settled:
+class Complete:
     """An event that has happened."""
 
     def synchronize(self) -> None:
@@ -473,77 +471,80 @@ class Settled:
 
 
 @pytest.mark.parametrize("cores", [1, 2, 5])
-@pytest.mark.parametrize("how", ["at once", "apart"])
-def test_positions_are_encoded_beside_as_here(how, cores, monkeypatch) -> None:
-    def bodies() -> list[wire.Body]:
-        shared, made = wire.Shared(torch.arange(500) % 5 == 0), []
-        for number in range(9):
-            update = Sparse.where(shared.mask | mask_of(500, 0.1, number), torch.arange(500.0))
-            made.append(wire.Body(update, torch.zeros(2), shared, sends_mask=number % 2 == 0))
-        return made
-
-    here, there = bodies(), bodies()
-    for module in ("accel.cores", "wire.encoding"):
+@pytest.mark.parametrize("how", ["on the pool", "from a side stream", "without a run"])
+def test_positions_are_encoded_in_the_background_as_here(how, cores, monkeypatch) -> None:
+    shared = wire.Shared(Mask(torch.arange(500) % 5 == 0))
+    updates = [part_of(torch.arange(500.0), Mask(shared.mask.bits | mask_of(500, 0.1, i))) for i in range(9)]
+    bodies = [wire.Body(update, torch.zeros(2), shared, sends_mask=True) for update in updates]
+    expected = [wire.encode_body(body) for body in bodies]
+    for module in ("accel.threads", "wire.encoder"):
         monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
-    if how == "at once":
-        wire.encode_positions(there, under_way=True)
-    else:  # what is done for a GPU
-        hand_out([there[0].shared, *there], lambda owners: _hand_out_apart(owners, None, Settled()))
-    assert [wire.encode_body(body) for body in there] == [wire.encode_body(body) for body in here]
+    with resources() if how != "without a run" else nullcontext():
+        if how == "from a side stream":  # what is done for a GPU
+            sets = [PositionSet.of(Masked(update.mask, update.dense()), shared) for update in updates]
+            pending = _from_gpu_after(sets, None, Complete())
+            assert [one.result() for one in pending] == [one.encode() for one in sets]
+        encodings = wire.encode_positions(bodies, under_way=True)
+        assert [wire.encode_body(body, encoding) for body, encoding in zip(bodies, encodings)] == expected
+        assert [wire.message_bytes(one) for one in encodings] == [wire.HEADER_BYTES + len(data) for data in expected]
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-def test_what_goes_wrong_beside_is_said_where_it_is_asked_for(cores, monkeypatch) -> None:
+def test_an_error_in_the_background_is_raised_where_the_result_is_read(cores, monkeypatch) -> None:
     def broken(*arguments):
         raise GlueFLError("no room")
 
-    for module in ("accel.cores", "wire.encoding"):
+    for module in ("accel.threads", "wire.encoder"):
         monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
-    monkeypatch.setattr(wire.Body, "encoded_here", broken)
-    body = wire.Body(Sparse.where(torch.arange(90) % 5 == 0, torch.ones(90)), torch.zeros(2),
-                     wire.Shared(torch.zeros(90, dtype=torch.bool)), False)  # fmt: skip
-    wire.encode_positions([body])
-    with pytest.raises(GlueFLError, match="no room"):
-        wire.measure(body)
+    monkeypatch.setattr(PositionSet, "encode", broken)
+    update = part_of(torch.ones(90), Mask(torch.arange(90) % 5 == 0))
+    body = wire.Body(update, torch.zeros(2), wire.Shared(Mask(torch.zeros(90, dtype=torch.bool))), False)
+    with resources():
+        (encoding,) = wire.encode_positions([body])
+        with pytest.raises(GlueFLError, match="no room"):
+            wire.message_bytes(encoding)
 
 
 @pytest.mark.parametrize("density", [0.05, 0.1, 0.9])
-def test_bitmap_and_gaps_are_compressed_beside_each_other(density, monkeypatch) -> None:
-    masks = [torch.from_numpy(np.random.default_rng(i).random(9000) < density) for i in range(40)]
+def test_bitmap_and_gaps_are_compressed_in_parallel(density, monkeypatch) -> None:
+    masks = [Mask(torch.from_numpy(np.random.default_rng(i).random(9000) < density)) for i in range(40)]
     expected = [positions.pack(mask) for mask in masks]
     monkeypatch.setattr(positions, "LONG_TO_COMPRESS", 0)
-    started = [beside(positions.pack, mask) for mask in masks]  # more than there are threads: none may wait for another
-    assert [task.result(timeout=60) for task in started] == expected
+    with resources():
+        tasks = [submit(positions.pack, mask) for mask in masks]  # more than threads: none may wait for another
+        assert [task.result(timeout=60) for task in tasks] == expected
 
 
-def assert_laid_out_alike(size, kinds, seed, density, device, how="now", remember=count_true) -> None:
+def assert_laid_out_alike(size, kinds, seed, density, device, how="now") -> None:
     rng = np.random.default_rng(seed)
     known = torch.from_numpy(rng.random(size) < 0.4)
     vector = torch.from_numpy(rng.standard_normal(size).astype(np.float32))
 
     def bodies(where) -> list[wire.Body]:
-        made, shared, there = [], wire.Shared(known.to(where)), vector.to(where)
+        made, shared, there = [], wire.Shared(Mask(known.to(where))), vector.to(where)
+        if how.endswith("counted"):
+            _ = shared.mask.count
         for number, kind in enumerate(kinds):
-            mask = torch.from_numpy(np.random.default_rng([seed, number]).random(size) < density)
-            mask = {"with": mask | known, "without": mask, "all": mask | True, "none": mask & False}[kind].to(where)
-            update = Sparse.view(mask, there) if number % 2 else Sparse.where(mask, there)
-            made.append(wire.Body(update, there[:2], shared, sends_mask=number % 3 == 0))
+            bits = torch.from_numpy(np.random.default_rng([seed, number]).random(size) < density)
+            bits = {"with": bits | known, "without": bits, "all": bits | True, "none": bits & False}[kind].to(where)
+            mask, covers = Mask(bits), shared.mask if kind in ("with", "all") else None
+            if how.endswith("counted"):
+                _ = mask.count
+            masked = where != "cpu" or device == "cpu"
+            update = Masked(mask, there, covers) if masked else part_of(there, mask)
+            made.append(wire.Body(update, there[:2], shared, sends_mask=True))
         return made
 
     one_by_one, together = bodies("cpu"), bodies(device)
-    if how.endswith("counted"):
-        remember(together[0].shared.mask)
-        for kind, body in zip(kinds, together):
-            remember(body.update.mask())
-            body.update.covered = body.shared.mask if kind in ("with", "all") else None
-    if device != "cpu":
-        wire.encode_positions(together, under_way=how != "now")
-    elif together:
-        hand_out([together[0].shared, *together], _hand_out_from_gpu)
-    for a, b in zip(one_by_one, together):
-        assert a.positions == b.positions and a.shared.packed == b.shared.packed
-        assert wire.measure(a) == wire.measure(b)
-        assert wire.encode_body(a) == wire.encode_body(b)
+    with resources():
+        if device == "cpu" and together:
+            sets = [PositionSet.of(body.update, body.shared) for body in together]
+            pending = _from_gpu(sets, None)
+            assert [one.result() for one in pending] == [one.encode() for one in sets]
+        encodings = wire.encode_positions(together, under_way=how != "now")
+        for plain, body, encoding in zip(one_by_one, together, encodings):
+            assert wire.encode_body(plain) == wire.encode_body(body, encoding)
+            assert wire.measure(plain) == wire.message_bytes(encoding)
 
 
 @pytest.mark.gpu
@@ -551,4 +552,4 @@ def assert_laid_out_alike(size, kinds, seed, density, device, how="now", remembe
 @pytest.mark.parametrize("density", [0.0, 0.002, 0.05, 0.5, 0.97, 0.999, 1.0])
 def test_positions_are_packed_alike_on_a_gpu(size, density) -> None:
     mask = torch.from_numpy(np.random.default_rng(size).random(size) < density)
-    assert positions.pack(mask.cuda()) == positions.pack(mask)
+    assert positions.pack(Mask(mask.cuda())) == positions.pack(Mask(mask))

@@ -118,7 +118,7 @@ def read_set(part, n):
 
 def read_like(data: bytes, body: wire.Body):
     """Read a message with the decoder above, knowing what the receiver of `body` knows."""
-    mask = None if body.sends_mask else body.shared.mask.numpy()
+    mask = None if body.sends_mask else body.shared.mask.bits.numpy()
     kind = wire.PACKAGE if body.sends_mask else wire.UPLOAD
     return read(data, ours.RUN, ours.LAYOUT, body.update.size, body.statistics.numel(), kind, mask)
 
@@ -130,7 +130,7 @@ def assert_read_alike(data: bytes, body: wire.Body) -> None:
         assert header[name] == getattr(found, name), name
     assert (None if header["base"] == 0xFFFFFFFF else header["base"]) == found.base
     assert bool(header["flags"]) == found.accepted
-    assert np.array_equal(mask, decoded.shared.mask.numpy())
+    assert np.array_equal(mask, decoded.shared.mask.bits.numpy())
     assert np.array_equal(positions, decoded.update.positions.numpy())
     assert values.tobytes() == decoded.update.values.numpy().tobytes()  # bits: NaN included
     assert statistics.tobytes() == decoded.statistics.numpy().tobytes()
@@ -165,8 +165,9 @@ def test_every_codec(codec, size, share, beside, sends_mask) -> None:
         chosen = torch.cat([some, some, some])
     body = ours.body_of(chosen, mask, sends_mask=sends_mask)
     everything = codec == 1  # all positions are written by themselves, whatever the mask
-    assert body.positions[1].codec == codec
-    assert body.positions[0] == (ours.BESIDE_MASK if beside and not everything else ours.ABSOLUTE)
+    relation, packed = ours.PositionSet.of(body.update, body.shared).encode()
+    assert packed.codec == codec
+    assert relation == (ours.BESIDE_MASK if beside and not everything else ours.ABSOLUTE)
     assert_read_alike(ours.encoded(body), body)
 
 
