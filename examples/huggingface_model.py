@@ -12,7 +12,7 @@ import sys
 import torch
 from torch import nn
 
-from gluefl import GlueFL, LocalSGD, Samples, Sticky, train
+from gluefl import Evaluation, GlueFL, LocalSGD, Samples, Setting, Sticky, train
 
 try:
     from transformers import BertConfig, BertForSequenceClassification
@@ -72,9 +72,8 @@ if __name__ == "__main__":
         Texts(),
         GlueFL(),
         sampler=Sticky(cohort=10, sticky_size=40, sticky_cohort=8),
-        training=LocalSGD(steps=10, batch=20, lr=0.05),
         rounds=80,
-        evaluate_every=4,
+        setting=Setting(training=LocalSGD(steps=10, batch=20, lr=0.05), evaluation=Evaluation(every=4)),
     )
     summary = result.summary
     print(f"{summary['parameters']:,} weights, accuracy {summary['accuracy']:.1%}")

@@ -6,27 +6,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from federations import federation
+from federations import simulation
 from gluefl import GlueFL, Sticky
-from gluefl.experiments.bench.profile import STEPS, Marks, Stopwatch, idle_by_part, watched
+from gluefl.experiments.bench.profile import Marks, Stopwatch, idle_by_part, watched
 from gluefl.fleet import Fleet
-from gluefl.simulation import round as round_module
+from gluefl.simulation.round import play
 
 
 def test_a_watched_round_is_the_same_round_and_all_its_parts_are_seen() -> None:
     plays = []
     for under_watch in (False, True):
-        f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4, over_commitment=1.5), 40, devices=Fleet("edge"))
+        sim, state = simulation(GlueFL(0.3, 0.2), Sticky(6, 12, 4, over_commitment=1.5), 40, devices=Fleet("edge"))
         watch = Stopwatch(lambda: None)
-        before = round_module.packages
-        with watched(f, watch) as seen:
-            for _ in range(3):
-                state, record = round_module.play(seen if under_watch else f, state)
-        assert round_module.packages is before  # nothing stays behind
+        for _ in range(3):
+            state, record = play(watched(sim, watch) if under_watch else sim, state)
         plays.append((state.weights, record.line))
     assert torch.equal(plays[0][0], plays[1][0]) and plays[0][1] == plays[1][1]
-    inner = {"devices", "preparation", "training", "compression", "residuals", "encoding of positions"}
-    assert watch.seconds.keys() == set(STEPS.values()) | inner
+    assert watch.seconds.keys() == {
+        "sampling", "devices", "packages", "waiting for encoded packages", "training", "compression", "residuals",
+        "uploads", "aggregation",
+    }  # fmt: skip
 
 
 def test_what_a_part_calls_is_taken_off_it() -> None:
@@ -64,11 +63,8 @@ def test_idle_time_belongs_to_the_innermost_part(spans, nested) -> None:
 
 
 def test_marks_are_seen_by_the_profiler() -> None:
-    f, state = federation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40)
-    with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen,
-        watched(f, Marks()) as marked,
-    ):
-        round_module.play(marked, state)
+    sim, state = simulation(GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        play(watched(sim, Marks()), state)
     names = {event.name for event in seen.events() if event.name.startswith("gluefl: ")}
-    assert {"gluefl: training", "gluefl: packages", "gluefl: encoding of positions"} <= names
+    assert {"gluefl: training", "gluefl: packages", "gluefl: compression"} <= names

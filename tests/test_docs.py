@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import gluefl
-from federations import Delivered, federation
+from federations import delivered, simulation
 from gluefl import wire
 from gluefl.errors import MissingExtra
 from gluefl.simulation.round import play
-from gluefl.simulation.run import Options
 from stubs import ROOT, Blobs, mlp
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -48,7 +47,7 @@ def test_your_own_strategy(own) -> None:
 
 
 def test_your_own_strategy_is_really_encoded(own) -> None:
-    f, state = federation(own["RandomK"](q=0.2), gluefl.Sticky(5, 8, 3), 20, channel=Delivered())
+    f, state = simulation(own["RandomK"](q=0.2), gluefl.Sticky(5, 8, 3), 20, channel=delivered)
     for _ in range(12):
         state, record = play(f, state)
         assert record.line["update_density"] == 0.2
@@ -57,8 +56,8 @@ def test_your_own_strategy_is_really_encoded(own) -> None:
 
 def test_your_own_strategy_can_be_resumed(own, tmp_path) -> None:
     def train(rounds, **where):
-        parts = {"sampler": gluefl.Uniform(5), "options": Options(encode=True), **where}
-        return gluefl.train(mlp(), Blobs(), own["RandomK"](), rounds=rounds, **parts)
+        options = gluefl.Options(encode=True, **where)
+        return gluefl.train(mlp(), Blobs(), own["RandomK"](), sampler=gluefl.Uniform(5), rounds=rounds, options=options)
 
     train(4, out=tmp_path / "run")
     resumed, whole = train(8, out=tmp_path / "run", resume=True), train(8)

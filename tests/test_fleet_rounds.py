@@ -3,7 +3,7 @@
 import pytest
 
 import gluefl
-from gluefl import GlueFL, LocalSGD, Sticky, Uniform
+from gluefl import Arrivals, GlueFL, LocalSGD, Setting, Sticky, Uniform
 from gluefl.errors import GlueFLError
 from gluefl.fleet import Fleet, Trip
 from stubs import Blobs, mlp
@@ -17,9 +17,8 @@ SAMPLERS = {
 
 def journal(sampler, devices, rounds=25, **arrivals):
     training = LocalSGD(steps=2, batch=10)
-    return gluefl.train(
-        mlp(), Blobs(), GlueFL(), sampler=sampler, devices=devices, training=training, rounds=rounds, arrivals=arrivals
-    ).journal
+    setting = Setting(training=training, devices=devices, arrivals=Arrivals(**arrivals))
+    return gluefl.train(mlp(), Blobs(), GlueFL(), sampler=sampler, rounds=rounds, setting=setting).journal
 
 
 @pytest.mark.parametrize("authors", [False, True], ids=["first arrivals", "authors' arrivals"])

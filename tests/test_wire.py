@@ -23,8 +23,7 @@ from gluefl.errors import GlueFLError, WireError
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Masked, part_of
 from gluefl.wire import layouts, positions
-from gluefl.wire.encoder import ABSOLUTE, BESIDE_MASK, KNOWN
-from gluefl.wire.encoder import PositionSet, _from_gpu, _from_gpu_after
+from gluefl.wire.encoder import ABSOLUTE, BESIDE_MASK, KNOWN, PositionSet, _from_gpu, _from_gpu_after
 from gluefl.wire.messages import HEADER, SECTION
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
+from gluefl.accel.resources import resources
 from gluefl.experiments.bench.cohort import pin
 from gluefl.experiments.bench.fleet import authors
 from gluefl.experiments.bench.profile import WARM_UP, Stopwatch, watched
-from gluefl.experiments.bench.round import setting
+from gluefl.experiments.bench.round import Work, setting
 from gluefl.fleet import Instant
-from gluefl.simulation import round as round_module
+from gluefl.simulation.lookahead import player
 
 SHOWN_MS = 0.2  # shorter ones are not
 
@@ -80,21 +81,22 @@ def main() -> None:
     options = parser.parse_args()
     pin(options.cores)
     on_gpu = options.device != "cpu"
-    settle: Callable[[], None] = torch.cuda.synchronize if on_gpu else (lambda: None)
+    synchronise: Callable[[], None] = torch.cuda.synchronize if on_gpu else (lambda: None)
     devices = Instant() if options.network == "instant" else authors(options.network, "diurnal")
-    with tempfile.TemporaryDirectory(prefix="gluefl-timeline-") as folder:
-        federation, state = setting(options.device, options.model, 1.3, Path(folder), devices)
+    with tempfile.TemporaryDirectory(prefix="gluefl-timeline-") as folder, resources():
+        sim, state = setting(Work(options.device, options.model, 1.3), Path(folder), devices)
+        play = player(sim.core.space.device)
         for _ in range(WARM_UP if on_gpu else 1):
-            state, _ = round_module.play(federation, state)
+            state, _ = play(sim, state)
         rounds, timeline = [], Timeline(on_gpu)
-        with watched(federation, timeline) as seen:
-            state, _ = round_module.play(seen, state)  # nothing was begun for this one
-            for _ in range(options.rounds):
-                timeline.notes = []
-                zero, began = timeline.zero(), time.perf_counter()
-                state, _ = round_module.play(seen, state)
-                rounds.append((state.round, timeline.notes, began, time.perf_counter(), zero))
-        settle()
+        seen = watched(sim, timeline)
+        state, _ = play(seen, state)  # nothing was begun for this one
+        for _ in range(options.rounds):
+            timeline.notes = []
+            zero, began = timeline.zero(), time.perf_counter()
+            state, _ = play(seen, state)
+            rounds.append((state.round, timeline.notes, began, time.perf_counter(), zero))
+        synchronise()
         for one in rounds:
             show(*one)
 

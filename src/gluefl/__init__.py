@@ -17,7 +17,11 @@ _HOMES = {
     "Sticky": "gluefl.core.sampling",
     "Fleet": "gluefl.fleet",
     "Instant": "gluefl.fleet",
+    "Arrivals": "gluefl.fleet",
     "LocalSGD": "gluefl.clients.rules",
+    "Evaluation": "gluefl.simulation.settings",
+    "Options": "gluefl.simulation.settings",
+    "Setting": "gluefl.simulation.settings",
     "Server": "gluefl.core.optimizer",
     "Samples": "gluefl.populations",
     "train": "gluefl.simulation.run",
@@ -27,13 +31,17 @@ _HOMES = {
 __all__ = [
     "APF",
     "STC",
+    "Arrivals",
+    "Evaluation",
     "FedAvg",
     "Fleet",
     "GlueFL",
     "Instant",
     "LocalSGD",
+    "Options",
     "Samples",
     "Server",
+    "Setting",
     "Sticky",
     "Uniform",
     "plan",
@@ -45,9 +53,10 @@ if TYPE_CHECKING:
     from gluefl.core.optimizer import Server
     from gluefl.core.sampling import Sticky, Uniform
     from gluefl.experiments.theory.planning import plan
-    from gluefl.fleet import Fleet, Instant
+    from gluefl.fleet import Arrivals, Fleet, Instant
     from gluefl.populations import Samples
     from gluefl.simulation.run import train
+    from gluefl.simulation.settings import Evaluation, Options, Setting
     from gluefl.strategies.apf import APF
     from gluefl.strategies.fedavg import FedAvg
     from gluefl.strategies.gluefl import GlueFL

@@ -14,11 +14,14 @@ from gluefl import wire
 from gluefl.core.ledger import Ledger
 from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.sampling import Group, Pool, Sampler
+from gluefl.errors import UsageError
 from gluefl.randomness import stream
 from gluefl.strategies import Space, Strategy, Upload
 from gluefl.strategies.hooks import Hook
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import Masked, Sparse, nothing, whole
+
+PARTS = ("traits", "init", "mask", "frozen", "compress", "combine", "aggregate")  # of a strategy
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,14 @@ class Core:
     strategy: Strategy
     optimizer: Optimizer = Server()  # noqa: RUF009 - frozen
     hooks: tuple[Hook, ...] = ()
+
+    def __post_init__(self) -> None:
+        missing = [name for name in PARTS if not hasattr(self.strategy, name)]
+        if missing:
+            raise UsageError(
+                f"{type(self.strategy).__name__} is no strategy: it has no {', '.join(missing)}. "
+                "docs/your-own-strategy.md shows what a strategy needs."
+            )
 
     def expected(self, kind: int, shared: wire.Shared | None = None) -> wire.Expected:
         """What a receiver of a message checks it against."""

@@ -33,9 +33,9 @@ def bench_cohort(rounds: int, cores: int, device: str, trainer: str, as_json: bo
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def bench_round(rounds: int, cores: int, device: str, model_name: str, over_commitment: float, as_json: bool) -> None:
     """A whole GlueFL round against its training part."""
-    from gluefl.experiments.bench.round import measure
+    from gluefl.experiments.bench.round import Work, measure
 
-    _show(measure(rounds, cores, device, model_name, over_commitment), as_json)
+    _show(measure(Work(device, model_name, over_commitment), rounds, cores), as_json)
 
 
 @bench.command("profile")
@@ -51,8 +51,9 @@ def bench_profile(
 ) -> None:
     """Where the time of a whole GlueFL round goes, part by part; on a GPU by its kernels too."""
     from gluefl.experiments.bench.profile import measure
+    from gluefl.experiments.bench.round import Work
 
-    _show(measure(rounds, cores, device, model_name, over_commitment, network), as_json)
+    _show(measure(Work(device, model_name, over_commitment), rounds, cores, network), as_json)
 
 
 @bench.command("models")

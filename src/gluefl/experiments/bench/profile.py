@@ -1,96 +1,76 @@
 """Where the time of a whole GlueFL round goes: by its parts, and on a GPU by its kernels and by what it waits for.
 
-The parts are timed from outside, by putting a stopwatch around the functions that `round.play` calls: the round
-itself knows nothing of it. On a GPU every part is waited for, so that what it started counts as its own. What the GPU
-waits for is another question: for that nothing is held up, the parts are only marked in a profile.
+The parts are timed from outside: the objects that a simulation is made of are wrapped, and the round itself is the
+one that everybody plays. On a GPU every part is synchronised with, so that what it launched counts as its own. What
+the GPU waits for is another question: for that nothing is synchronised, the parts are only marked in a profile.
 """
 
 import math
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
-from gluefl import wire
-from gluefl.core.federation import Federation, State
+from gluefl.accel.resources import resources
+from gluefl.core.server import State
 from gluefl.experiments.bench.cohort import pin
 from gluefl.experiments.bench.fleet import authors
-from gluefl.experiments.bench.round import setting
+from gluefl.experiments.bench.round import Work, setting
 from gluefl.fleet import Devices, Instant
-from gluefl.simulation import round as round_module
+from gluefl.simulation.lookahead import Player, player
+from gluefl.simulation.parts import Simulation
 
 WARM_UP = 12  # rounds; the first ones compile, and only later ones have stale clients and a mask to regenerate
 KERNELS = 12  # shown
 MARK = "gluefl: "
 Span = tuple[float, float]
-STEPS = {
-    "invite": "sampling",
-    "encoded_updates": "packages",
-    "packages": "packages",
-    "first_arrivals": "arrivals",
-    "collect": "uploads",
-    "aggregate": "aggregation",
-    "look_ahead": "looking ahead",
-    "answered": "losses",
-    "record": "record",
-    "publish": "publishing",
-}
 
 
-def measure(
-    rounds: int = 20,
-    cores: int = 1,
-    device: str = "cpu",
-    model_name: str = "",
-    over_commitment: float = 1.3,
-    network: str = "edge",
-) -> dict[str, Any]:
-    """Milliseconds a round by part, means of `rounds`; the parts' sum is longer than a round that nobody watches."""
+def measure(work: Work, rounds: int = 20, cores: int = 1, network: str = "edge") -> dict[str, Any]:
+    """Milliseconds a round by part, means of `rounds`; their sum is longer than a round that is not watched."""
     pin(cores)
     devices: Devices = Instant() if network == "instant" else authors(network, "diurnal")
-    with tempfile.TemporaryDirectory(prefix="gluefl-bench-") as folder:
-        federation, state = setting(device, model_name, over_commitment, Path(folder), devices)
-        settle = torch.cuda.synchronize if device != "cpu" else _nothing
-        state, _ = _play(federation, state, WARM_UP, settle)
-        state, seconds = _play(federation, state, rounds, settle)
-        watch = Stopwatch(settle)
-        with watched(federation, watch) as under_watch:
-            state, _ = _play(under_watch, state, rounds, settle)
+    with tempfile.TemporaryDirectory(prefix="gluefl-bench-") as folder, resources():
+        sim, state = setting(work, Path(folder), devices)
+        synchronise = torch.cuda.synchronize if work.device != "cpu" else _nothing
+        play = player(sim.core.space.device)
+        state, _ = _play(play, sim, state, WARM_UP, synchronise)
+        state, seconds = _play(play, sim, state, rounds, synchronise)
+        watch = Stopwatch(synchronise)
+        state, _ = _play(watch.around("rest of the round", play), watched(sim, watch), state, rounds, synchronise)
         found: dict[str, Any] = {
             "round_ms": 1000 * seconds / rounds,
             "parts_ms": {part: 1000 * s / rounds for part, s in sorted(watch.seconds.items(), key=lambda x: -x[1])},
         }
-        if device != "cpu":
-            found |= _kernels(federation, state, rounds, settle)
-    return found | {"parameters": federation.layout.size, "device": device, "cores": cores}
+        if work.device != "cpu":
+            found |= _kernels(sim, state, rounds, synchronise)
+    return found | {"parameters": sim.core.layout.size, "device": work.device, "cores": cores}
 
 
 class Stopwatch:
     """Seconds by part; what a part calls that has a name of its own is taken off it."""
 
-    def __init__(self, settle: Callable[[], None]) -> None:
+    def __init__(self, synchronise: Callable[[], None]) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._settle = settle
+        self._synchronise = synchronise
         self._inner = [0.0]
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Whatever runs inside belongs to this part."""
-        self._settle()
+        self._synchronise()
         began = time.perf_counter()
         self._inner.append(0.0)
         try:
             yield
         finally:
-            self._settle()
+            self._synchronise()
             took = time.perf_counter() - began
             self.seconds[name] += took - self._inner.pop()
             self._inner[-1] += took
@@ -133,41 +113,64 @@ class Watched:
         self._watch.around(self._parts["__setitem__"], self._inner.__setitem__)(key, value)
 
 
-@contextmanager
-def watched(federation: Federation, watch: Stopwatch) -> Iterator[Federation]:
-    """A federation whose rounds are timed by their parts."""
-    seen: Callable[..., Any] = partial(Watched, watch=watch)
-    parts = {
-        "devices": seen(federation.devices, is_online="devices", trip="devices"),
-        "engine": seen(federation.engine, prepare="preparation", train="training"),
-        "strategy": seen(federation.strategy, compress="compression"),
-        "residuals": seen(federation.residuals, get="residuals", __setitem__="residuals"),
-    }
-    steps: dict[str, Any] = {name: watch.around(part, getattr(round_module, name)) for name, part in STEPS.items()}
-    encoding: dict[str, Any] = {
-        name: watch.around("encoding of positions", getattr(wire, name)) for name in ("encode_positions", "measure")
-    }
-    with patch.multiple(round_module, **steps), patch.multiple(wire, **encoding):
-        yield replace(federation, **parts)
+class WatchedEngine(Watched):
+    """An engine whose training and prefetching are timed."""
+
+    def prepare(self, clients: Iterable[int], round: int) -> None:
+        """Fetch data."""
+        if hasattr(self._inner, "prepare"):
+            self._watch.around("prefetching", self._inner.prepare)(clients, round)
 
 
-def _play(f: Federation, state: State, rounds: int, settle: Callable[[], None]) -> tuple[State, float]:
+def _watch(inner: Any, watch: Stopwatch, **parts: str) -> Any:
+    return Watched(inner, watch, **parts)
+
+
+def _engine(inner: Any, watch: Stopwatch, **parts: str) -> Any:
+    return WatchedEngine(inner, watch, **parts)
+
+
+def watched(sim: Simulation, watch: Stopwatch) -> Simulation:
+    """A simulation whose rounds are timed by their parts."""
+    core = replace(
+        sim.core,
+        sampler=_watch(sim.core.sampler, watch, invite="sampling", settle="sampling"),
+        strategy=_watch(
+            sim.core.strategy, watch, compress="compression", combine="aggregation", aggregate="aggregation"
+        ),
+    )
+    return replace(
+        sim,
+        core=core,
+        devices=_watch(sim.devices, watch, is_online="devices", trip="devices"),
+        engine=_engine(sim.engine, watch, train="training"),
+        channel=_watch(sim.channel, watch, send="waiting for encoded packages", receive="uploads"),
+        residuals=_watch(sim.residuals, watch, get="residuals", __setitem__="residuals"),
+        packages=watch.around("packages", sim.packages),
+    )
+
+
+def _play(
+    play: Player, sim: Simulation, state: State, rounds: int, synchronise: Callable[[], None]
+) -> tuple[State, float]:
     began = time.perf_counter()
     for _ in range(rounds):
-        state, _ = round_module.play(f, state)
-    settle()  # and not before: rounds overlap on a GPU
+        state, _ = play(sim, state)
+    synchronise()  # and not before: rounds overlap on a GPU
     return state, time.perf_counter() - began
 
 
-def _kernels(f: Federation, state: State, rounds: int, settle: Callable[[], None]) -> dict[str, Any]:
+def _kernels(sim: Simulation, state: State, rounds: int, synchronise: Callable[[], None]) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
+    play = player(sim.core.space.device)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        state, _ = _play(f, state, rounds, settle)
+        state, _ = _play(play, sim, state, rounds, synchronise)
     kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
     busy_ms = {_short(k.key): k.self_device_time_total / 1000 / rounds for k in kernels[:KERNELS]}
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen, watched(f, Marks()) as marked:
-        _play(marked, state, rounds, settle)
+    marks = Marks()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        _play(marks.around("rest of the round", play), watched(sim, marks), state, rounds, synchronise)
     busy, parts = [], []
     for event in seen.events():
         span = event.time_range.start, event.time_range.end
