@@ -1,7 +1,6 @@
 """Traces of your own: FedScale's device and behaviour pickles, and CSV; every figure is checked."""
 
 import csv
-import functools
 import io
 import math
 from collections.abc import Callable, Iterable
@@ -73,25 +72,6 @@ def lines(trace: Capacity | Sessions, clients: Ints, repeat: bool) -> Ints:
 
 def capacity(path: str) -> Capacity:
     """Speeds from CSV (client,down_mbps,up_mbps[,ms_per_sample]) or FedScale's device pickle."""
-    return _capacity(path, _version(path))
-
-
-def sessions(path: str) -> Sessions:
-    """Sessions from CSV (client,online_s,offline_s) or FedScale's behaviour pickle."""
-    return _sessions(path, _version(path))
-
-
-def _version(path: str) -> tuple[int, int]:
-    # A file that was written again is read again.
-    try:
-        stat = Path(path).stat()
-    except OSError as error:
-        fail(path, error.strerror or str(error), "a trace file", "Give the path of a .csv or pickle file.")
-    return stat.st_mtime_ns, stat.st_size
-
-
-@functools.lru_cache(maxsize=4)
-def _capacity(path: str, version: tuple[int, int]) -> Capacity:
     table = _capacity_csv(path) if _is_csv(path) else _capacity_pickle(path)
     order = _consecutive(path, table)
     down, up, ms = np.array([table[c] for c in order]).T
@@ -121,6 +101,26 @@ def _capacity(path: str, version: tuple[int, int]) -> Capacity:
     return Capacity(path, down, up, ms)
 
 
+def sessions(path: str) -> Sessions:
+    """Sessions from CSV (client,online_s,offline_s) or FedScale's behaviour pickle."""
+    table = _sessions_csv(path) if _is_csv(path) else _sessions_pickle(path)
+    # Numbered from 0 in CSV; FedScale's behaviour trace leaves ids out, there the order counts.
+    order = _consecutive(path, table) if _is_csv(path) else sorted(table)
+    for client in order:
+        starts, ends, period = table[client]
+        bounds = [x for pair in zip(starts, ends) for x in pair]
+        if bounds != sorted(bounds) or (starts and starts[-1] >= period):
+            needed = "sessions in order, none of them overlapping, none that starts after the record's end"
+            fail(path, f"sessions of client {client} that are not", needed, CORRECT)
+    starts_s = np.array([x for c in order for x in table[c][0]])
+    ends_s = np.array([x for c in order for x in table[c][1]])
+    first = np.cumsum([0, *(len(table[c][0]) for c in order)])
+    periods_s = np.array([table[c][2] for c in order])
+    if not np.any(ends_s > starts_s):
+        fail(path, "no client that is ever online", "at least one session", "Give a trace with sessions.")
+    return Sessions(path, first, starts_s, np.minimum(ends_s, np.repeat(periods_s, np.diff(first))), periods_s)
+
+
 def _capacity_csv(path: str) -> dict[int, tuple[float, float, float]]:
     table: dict[int, tuple[float, float, float]] = {}
     for number, row in enumerate(_csv(path, ("client", "down_mbps", "up_mbps")), start=2):
@@ -145,26 +145,6 @@ def _capacity_pickle(path: str) -> dict[int, tuple[float, float, float]]:
         ms = _positive(path, record["computation"], f"computation of client {client}")
         table[client] = (mbps, mbps, ms)  # FedScale has one speed for both directions
     return table
-
-
-@functools.lru_cache(maxsize=4)
-def _sessions(path: str, version: tuple[int, int]) -> Sessions:
-    table = _sessions_csv(path) if _is_csv(path) else _sessions_pickle(path)
-    # Numbered from 0 in CSV; FedScale's behaviour trace leaves ids out, there the order counts.
-    order = _consecutive(path, table) if _is_csv(path) else sorted(table)
-    for client in order:
-        starts, ends, period = table[client]
-        bounds = [x for pair in zip(starts, ends) for x in pair]
-        if bounds != sorted(bounds) or (starts and starts[-1] >= period):
-            needed = "sessions in order, none of them overlapping, none that starts after the record's end"
-            fail(path, f"sessions of client {client} that are not", needed, CORRECT)
-    starts_s = np.array([x for c in order for x in table[c][0]])
-    ends_s = np.array([x for c in order for x in table[c][1]])
-    first = np.cumsum([0, *(len(table[c][0]) for c in order)])
-    periods_s = np.array([table[c][2] for c in order])
-    if not np.any(ends_s > starts_s):
-        fail(path, "no client that is ever online", "at least one session", "Give a trace with sessions.")
-    return Sessions(path, first, starts_s, np.minimum(ends_s, np.repeat(periods_s, np.diff(first))), periods_s)
 
 
 def _sessions_csv(path: str) -> dict[int, tuple[list[float], list[float], float]]:
