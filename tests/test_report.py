@@ -23,10 +23,11 @@ from click.testing import CliRunner, Result
 from browser import CHROMIUM, Page, browser
 from gluefl.cli import main
 from gluefl.experiments.report import page, plots
+from gluefl.experiments.report.comparison import Comparison, compare, palette, read
 from gluefl.experiments.report.figures import Axis, Figure, Series, figures, thinned
 from gluefl.experiments.report.headline import common_accuracy, differences, headline, headlines
 from gluefl.experiments.report.live import serving
-from gluefl.experiments.report.reading import Comparison, compare, find, palette, read, read_run
+from gluefl.experiments.runs import find, read_run
 from runs import small_run
 
 TIMED = {"accuracy-time", "time"}

@@ -16,7 +16,7 @@ from gluefl.clients.rules import Outcome
 from gluefl.core.federation import Ahead, Federation, State
 from gluefl.core.records import Played, Record, record
 from gluefl.core.sampling import Group
-from gluefl.errors import GlueFLError
+from gluefl.errors import Diverged, GlueFLError
 from gluefl.fleet import Trip
 from gluefl.randomness import stream
 from gluefl.simulation.channel import Parcel
@@ -242,7 +242,7 @@ def collect(
 def check_loss(loss: float, client: int, round: int) -> None:
     """A loss that is no number ends the run."""
     if not math.isfinite(loss):
-        raise GlueFLError(f"round {round}: the loss of client {client} is {loss}. {DIVERGED}")
+        raise Diverged(f"round {round}: the loss of client {client} is {loss}. {DIVERGED}")
 
 
 @dataclass(frozen=True)
@@ -366,4 +366,4 @@ def publish(
 def check_finite(finite: bool, round: int) -> None:
     """Refuse to publish a model that is not made of numbers."""
     if not finite:
-        raise GlueFLError(f"round {round}: the update is not finite. {DIVERGED}")
+        raise Diverged(f"round {round}: the update is not finite. {DIVERGED}")

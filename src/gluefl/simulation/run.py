@@ -27,7 +27,7 @@ from gluefl.clients.trainers.choice import choose
 from gluefl.core.federation import Federation, State, start
 from gluefl.core.optimizer import Server
 from gluefl.core.sampling import Pool, Sampler, Uniform
-from gluefl.errors import GlueFLError, UsageError
+from gluefl.errors import Diverged, Interrupted, UsageError
 from gluefl.fleet import Devices, Instant
 from gluefl.populations import Population
 from gluefl.populations.shelf import Shelf
@@ -187,7 +187,7 @@ def _carry_out(plan: _Plan, f: Federation, state: State, journal: Journal, evalu
                 with overtaking(f.space.device, "evaluation"):
                     found = evaluator(state.weights, state.statistics)
                 if not math.isfinite(found.loss):
-                    raise GlueFLError(f"round {state.round}: the test loss is {found.loss}: the training diverged.")
+                    raise Diverged(f"round {state.round}: the test loss is {found.loss}: the training diverged.")
                 line |= {"accuracy": found.accuracy, "test_loss": found.loss}
             line["wall_s"] = time.perf_counter() - began
             journal.append(line)
@@ -199,7 +199,7 @@ def _carry_out(plan: _Plan, f: Federation, state: State, journal: Journal, evalu
                     checkpoint.save(plan.folder / "checkpoint", state, f.residuals)
     if interrupted:
         hint = f" Go on with --resume --out {plan.folder}." if plan.folder else ""
-        raise GlueFLError(f"interrupted after round {state.round} of {plan.rounds}.{hint}")
+        raise Interrupted(f"interrupted after round {state.round} of {plan.rounds}.{hint}")
     return state
 
 

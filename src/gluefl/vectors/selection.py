@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gluefl.accel import kernels
-from gluefl.errors import GlueFLError
+from gluefl.errors import Diverged
 
 MASK_32 = 0xFFFFFFFF
 SAMPLE = 1 << 14  # of a long vector, at most
@@ -303,7 +303,7 @@ def _check_finite(bits: Tensor, largest: int) -> None:
     infinity = 0x7F800000 if bits.dtype == torch.int32 else 0x7FF0000000000000
     if largest >= infinity:
         bad = int(torch.count_nonzero(bits >= infinity))
-        raise GlueFLError(
+        raise Diverged(
             f"{bad} of {bits.numel()} values of an update are NaN or infinite: the training diverged. "
             "Lower the learning rate."
         )

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gluefl.experiments.report.reading import Comparison, Run
+from gluefl.experiments.report.comparison import Comparison
+from gluefl.experiments.runs import Run
 from gluefl.experiments.theory.planning import sticky_return, uniform_return
 from gluefl.storage.journal import Line
 

@@ -15,9 +15,10 @@ from markupsafe import Markup
 from gluefl import __version__
 from gluefl.errors import UsageError
 from gluefl.experiments.console import percent
+from gluefl.experiments.report.comparison import Comparison, palette, read
 from gluefl.experiments.report.figures import Figure, Series, figures, thinned
 from gluefl.experiments.report.headline import Headline, differences, headlines
-from gluefl.experiments.report.reading import Comparison, Run, palette, read
+from gluefl.experiments.runs import Run
 
 # Some 20 bytes a point: the page stays well under 2 MB however many runs it shows.
 POINTS, POINTS_A_LINE = 50_000, 400

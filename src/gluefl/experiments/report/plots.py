@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gluefl.errors import MissingExtra, UsageError
+from gluefl.experiments.report.comparison import Comparison, palette, read
 from gluefl.experiments.report.figures import Axis, Figure, figures
 from gluefl.experiments.report.headline import Headline, headlines
-from gluefl.experiments.report.reading import Comparison, palette, read
 
 COLOURS = ("#2a78d6", "#eb6834", "#1a9c6e", "#6a4bbf", "#c98a00", "#d6487f", "#0f7f8c", "#7a6a58")
 PARTS = ("#2a5d9c", "#b9c3d0", "#7fb0e4", "#e6c98f")

@@ -1,0 +1,43 @@
+"""One run in a process of its own, on its own cores; the configuration is read from standard input.
+
+`python -m gluefl.experiments.worker FOLDER DEVICE CORES SHARE`: CORES as in `0,4,8`, SHARE of the GPU's memory.
+"""
+
+import os
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+DIVERGED = 3  # exit code, seen by the runner only; 1 and 2 are those of other errors
+
+
+def main(folder: str, device: str, cores: str, share: str) -> int:
+    """Start or resume the run. A finished run keeps no checkpoint, which may be much larger than its other files."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})  # before torch counts the cores
+    from gluefl.config import validated
+    from gluefl.errors import Diverged, GlueFLError
+    from gluefl.simulation.build import run
+
+    _limit_memory(device, float(share))
+    try:
+        config = validated(tomllib.loads(sys.stdin.read()))
+        run(config, Path(folder), device, resume=True, checkpoint_at_end=False)
+    except GlueFLError as error:
+        print(error, file=sys.stderr)
+        return DIVERGED if isinstance(error, Diverged) else error.exit_code
+    shutil.rmtree(Path(folder) / "checkpoint", ignore_errors=True)
+    return 0
+
+
+def _limit_memory(device: str, share: float) -> None:
+    """Runs that share a GPU start at the same time: without a limit each would plan with all of its memory."""
+    import torch
+
+    if device.startswith("cuda") and torch.cuda.is_available() and share < 1:
+        torch.cuda.set_per_process_memory_fraction(share, torch.device(device).index or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
