@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from gluefl.experiments.report.comparison import Comparison
 from gluefl.experiments.runs import Run
-from gluefl.experiments.theory.planning import sticky_return, uniform_return
+from gluefl.experiments.theory.propositions import sticky_return, uniform_return
 from gluefl.storage.journal import Line
 
 Unit = Literal["bytes", "seconds", "share", "count"]
