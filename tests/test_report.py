@@ -313,7 +313,7 @@ def test_figures_add_up_to_the_summaries(made) -> None:
         assert 0 < sum(returns.y) <= 1
         (turnover,) = of("turnover")
         assert turnover.y[0] == 4 and list(turnover.y) == sorted(turnover.y)
-    assert "gluefl replaces 1 of its 8 sticky clients a round" in drawn["turnover"].caption
+    assert "gluefl replaces 1 of 8 sticky clients per round" in drawn["turnover"].caption
 
 
 def test_untimed_runs_leave_out_the_figures_of_time(made) -> None:
