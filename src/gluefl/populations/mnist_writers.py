@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gluefl.errors import DataError
 from gluefl.populations import files
-from gluefl.populations.grouped import Grouped, grouped, skewed, source
+from gluefl.populations.grouped import Grouped, Selection, grouped, skewed, source
 
 MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist"
 QMNIST = "https://raw.githubusercontent.com/facebookresearch/qmnist/master"
@@ -57,12 +57,14 @@ def load(
     population = grouped(
         source(both["x"], both["y"], both["writer"], official),
         root,
-        10,
-        clients=clients,
-        seed=seed,
-        min_samples=min_samples,
-        held_out=held_out,
-        test_fraction=test_fraction,
+        Selection(
+            clients=clients,
+            seed=seed,
+            min_samples=min_samples,
+            held_out=held_out,
+            test_fraction=test_fraction,
+        ),
+        classes=10,
         channels=channels,
     )
     return population if skew is None else skewed(population, skew, skew_keep, seed)
