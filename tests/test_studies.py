@@ -211,20 +211,29 @@ def test_a_tail_gives_every_complete_line_once_and_starts_again_when_the_journal
     assert rounds() == (True, [1, 2, 3, 4, 5])
 
 
-def test_an_interrupted_study_leaves_checkpoints(tmp_path) -> None:
+@pytest.mark.parametrize("command", ["study", "compare"])
+def test_interrupted_runs_leave_checkpoints_and_say_how_many_are_done(command: str, tmp_path) -> None:
     sets = [word for item in (*TINY, "evaluation.average=1") for word in ("--set", item)]
-    command = [sys.executable, "-m", "gluefl", "study", "figure5", "--model", "mlp", "--rounds", "400", *sets]
-    command += ["--seed", "1", "--only", "unbiased", "--out", str(tmp_path / "out"), "--jobs", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
-    journal = tmp_path / "out" / "unbiased-1" / "journal.jsonl"
+    words, runs = ["study", "figure5", "--model", "mlp", "--rounds", "400", "--only", "unbiased", "--jobs", "1"], 1
+    if command == "compare":
+        config = tmp_path / "config.toml"
+        config.write_text('rounds = 400\nmodel.name = "mlp"\ncompare.strategies = ["fedavg", "stc"]\n')
+        words, runs = ["compare", str(config)], 2
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gluefl", *words, *sets, "--seed", "1", "--out", str(tmp_path / "out")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ,
+    )
+    folder = tmp_path / "out" / ("unbiased-1" if command == "study" else "fedavg-1")
     deadline = time.monotonic() + 60
-    while not journal.exists() and time.monotonic() < deadline:
+    while not (folder / "journal.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 1 and "0 of 1 runs are done" in said and "Traceback" not in said
-    rounds = len(journal.read_text().splitlines())
-    assert 0 < rounds < 400 and (tmp_path / "out" / "unbiased-1" / "checkpoint").exists()
+    assert process.returncode == 1 and f"0 of {runs} runs are done" in said and "Traceback" not in said
+    rounds = len((folder / "journal.jsonl").read_text().splitlines())
+    assert 0 < rounds < 400 and (folder / "checkpoint").exists()
 
 
 def test_student_t_against_printed_tables() -> None:

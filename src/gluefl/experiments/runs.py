@@ -43,7 +43,7 @@ class Run:
     seed: int | None
     config: Mapping[str, Any]  # by dotted key
     lines: Sequence[Line]  # of the journal
-    summary: Mapping[str, Any]  # as in `summary.json`, computed from the lines while the run goes on
+    summary: Mapping[str, Any]  # as in `summary.json`, computed from the lines while the run is in progress
     finished: bool  # or failed: no more lines will be written
     failure: str | None = None  # the error message of a run that diverged
     marks: tuple[str, ...] = ()  # warnings about damaged or missing files

@@ -17,7 +17,7 @@ from gluefl.populations.grouped import Grouped, Selection, Source, cached_source
 
 HOW = "put one folder per client at the path, in it one folder per label with the images"
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
-NOBODY = ""  # owns the images of test/
+NO_OWNER = ""  # of the images of test/
 
 
 def load(
@@ -74,7 +74,7 @@ def load(
 
 
 def _list(root: Path, by_client: bool, broken: files.Broken) -> list[tuple[str, str, Path]]:
-    """Client, label and file of every image; the test images belong to nobody."""
+    """Client, label and file of every image; the test images have no owner."""
     split = (root / "train").is_dir() and (root / "test").is_dir()
     top = root / "train" if split else root
     images = []
@@ -84,7 +84,7 @@ def _list(root: Path, by_client: bool, broken: files.Broken) -> list[tuple[str, 
             broken.report(client, f"an empty client, no LABEL/image in it; {HOW}")
         images += mine
     if split:
-        images += [(NOBODY, label.name, file) for label in _folders(root / "test") for file in _images(label)]
+        images += [(NO_OWNER, label.name, file) for label in _folders(root / "test") for file in _images(label)]
     if not images:
         raise DataError(f"{root}: holds no images; {HOW}")
     return images
@@ -120,7 +120,7 @@ def _read(
         np.stack(pixels),
         np.array([position[label] for _, label, _ in kept]),
         np.array([client for client, _, _ in kept]),
-        np.array([client == NOBODY for client, _, _ in kept]),
+        np.array([client == NO_OWNER for client, _, _ in kept]),
         broken.count,
         test_is_owned=False,
     )

@@ -118,7 +118,7 @@ class _Read:
     official: list[bool] = field(default_factory=list)
 
     def part(self, rows: Any, number: int | None, official: bool) -> None:
-        """All rows of a partition, by its number, or of a dataset; those of an official test set belong to nobody."""
+        """All rows of a partition, by its number, or of a dataset; those of an official test set have no owner."""
         before = len(self.labels)
         owner_column = None if official else self.owner_column
         needed = filter(None, (self.input_column, self.label_column, owner_column))
@@ -165,7 +165,7 @@ def _opened(dataset: Any, split: str, test_split: str | None, test: Any) -> tupl
         try:
             saved = any((Path(dataset) / name).exists() for name in SAVED)
             dataset = datasets.load_from_disk(dataset) if saved else datasets.load_dataset(dataset)
-        except Exception as error:  # whatever the network, the hub or a loading script raise
+        except Exception as error:  # any error of the network, the hub or a loading script
             raise DataError(f"Hugging Face cannot open the dataset {str(dataset)!r}: {error}") from error
     if isinstance(dataset, Mapping):
         for name in filter(None, (split, test_split)):

@@ -76,7 +76,7 @@ def _read_idx_folder(root: Path) -> dict[str, NDArray[Any]]:
         data[f"x_{part}"] = read_idx(_either(root / f"{mnist}-images-idx3-ubyte"))
         data[f"y_{part}"] = read_idx(_either(root / f"{mnist}-labels-idx1-ubyte"))
         extended = _either(root / f"qmnist-{part}-labels-idx2-int")
-        columns = read_idx(extended)[: len(data[f"y_{part}"])]  # QMNIST's test set goes on after MNIST's
+        columns = read_idx(extended)[: len(data[f"y_{part}"])]  # QMNIST's test set continues after MNIST's
         if columns.ndim != 2 or columns.shape[1] < 3 or not np.array_equal(columns[:, 0], data[f"y_{part}"]):
             raise DataError(f"{extended}: its labels are not those of MNIST's {part} set, in MNIST's order")
         data[f"writer_{part}"] = columns[:, 2]
