@@ -1,6 +1,7 @@
 """The fleet: its tables against the authors' logs, its laws."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 from gluefl.errors import UsageError
 from gluefl.experiments.bench import fleet as bench
 from gluefl.fleet import Devices, Fleet, Instant
-from gluefl.fleet.availability import SLOT_S, Diurnal, online_fraction
+from gluefl.fleet.availability import SLOT_S, Diurnal
+from gluefl.fleet.curve import OnlineCurve
 from gluefl.fleet.networks import percentiles
-from gluefl.fleet.noise import normal, uniform
+from gluefl.fleet.noise import Noise
 
 HOUR_S = 3600.0
 MANY = np.arange(200_000)
+CURVE = OnlineCurve.shipped()
 clients = st.integers(0, 10**9)
 clocks_s = st.floats(0, 10 * 86_400.0)
 message_bytes = st.integers(0, 10**8)
@@ -71,24 +74,24 @@ def test_a_client_is_a_pure_function_of_seed_and_number(seed: int, few: list[int
 
 
 def test_noise_is_even_and_independent_across_seeds_and_purposes() -> None:
-    draws = [uniform(s, p, MANY) for s in (0, 1) for p in ("a", "b")] + [uniform(0, "a", MANY, 1)]
+    draws = [Noise(s, p).uniform(MANY) for s in (0, 1) for p in ("a", "b")] + [Noise(0, "a").uniform(MANY, 1)]
     assert np.abs(np.corrcoef(draws) - np.eye(len(draws))).max() < 0.01
     for draw in draws:
         counts = np.histogram(draw, bins=100, range=(0, 1))[0]
         assert np.abs(counts / len(MANY) * 100 - 1).max() < 0.1
-    z = normal(0, "a", MANY)
+    z = Noise(0, "a").normal(MANY)
     assert [np.mean(z**k) for k in (1, 2, 3, 4)] == pytest.approx([0, 1, 0, 3], abs=0.05)
 
 
 @pytest.mark.parametrize("hour", [0, 0.05, 1, 7, 20, 23.5, 31, 46.75, 103, 1000])
 def test_share_online_is_the_calibrated_curve(hour: float) -> None:
     online = Diurnal(seed=3).online(MANY[:50_000], hour * HOUR_S)
-    assert online.mean() == pytest.approx(online_fraction(hour * HOUR_S), abs=0.01)
+    assert online.mean() == pytest.approx(CURVE.share(hour * HOUR_S), abs=0.01)
 
 
 def test_curve_starts_at_30_percent_and_then_follows_the_day() -> None:
-    later = [online_fraction(h * HOUR_S) for h in np.arange(24, 72, 0.25)]
-    assert online_fraction(0) == pytest.approx(0.30)
+    later = [CURVE.share(h * HOUR_S) for h in np.arange(24, 72, 0.25)]
+    assert CURVE.share(0) == pytest.approx(0.30)
     assert (min(later), max(later)) == pytest.approx((0.41, 0.67), abs=0.01)
     assert later[:96] == pytest.approx(later[96:])
 
@@ -229,3 +232,12 @@ def test_all_wrong_options_are_told_at_once() -> None:
 def test_both_fleets_answer_the_protocol() -> None:
     devices: list[Devices] = [Instant(), Fleet()]
     assert [d.timed for d in devices] == [False, True]
+
+
+def test_a_used_fleet_is_copied_without_its_kept_results() -> None:
+    fleet = Fleet(seed=4)
+    trips = [fleet.trip(client, 0.0, 10**6, 10**6, 200) for client in range(20)]
+    message = pickle.dumps(fleet)
+    copy = pickle.loads(message)
+    assert copy == fleet and len(message) < 1000
+    assert [copy.trip(client, 0.0, 10**6, 10**6, 200) for client in range(20)] == trips

@@ -17,10 +17,10 @@ from gluefl.core.ledger import Ledger
 from gluefl.core.sampling import Pool
 from gluefl.errors import UsageError
 from gluefl.experiments.report.tradeoff import draw
-from gluefl.experiments.theory.planning import (
+from gluefl.experiments.theory.planning import read_options
+from gluefl.experiments.theory.propositions import (
     horizon,
     mean_return_rounds,
-    read_options,
     sticky_return,
     uniform_return,
     variance_factor,
@@ -237,5 +237,5 @@ def test_a_measured_curve_is_read_from_a_journal() -> None:
     clients = [{"staleness": [None, 1, 3], "down_bytes": [100, 20, 40]}, {"staleness": [1, 3], "down_bytes": [30, 40]}]
     found = measured_share([{"clients": some} for some in clients], 100, 5)
     assert found == pytest.approx([0.25, 0.325, 0.4, 0.4, 0.4])
-    with pytest.raises(UsageError, match="second time"):
+    with pytest.raises(UsageError, match="invited twice"):
         measured_share([{"clients": {"staleness": [None], "down_bytes": [100]}}], 100, 5)

@@ -23,10 +23,11 @@ from click.testing import CliRunner, Result
 from browser import CHROMIUM, Page, browser
 from gluefl.cli import main
 from gluefl.experiments.report import page, plots
+from gluefl.experiments.report.comparison import Comparison, compare, palette, read
 from gluefl.experiments.report.figures import Axis, Figure, Series, figures, thinned
 from gluefl.experiments.report.headline import common_accuracy, differences, headline, headlines
 from gluefl.experiments.report.live import serving
-from gluefl.experiments.report.reading import Comparison, compare, find, palette, read, read_run
+from gluefl.experiments.runs import find, read_run
 from runs import small_run
 
 TIMED = {"accuracy-time", "time"}
@@ -312,7 +313,7 @@ def test_figures_add_up_to_the_summaries(made) -> None:
         assert 0 < sum(returns.y) <= 1
         (turnover,) = of("turnover")
         assert turnover.y[0] == 4 and list(turnover.y) == sorted(turnover.y)
-    assert "gluefl replaces 1 of its 8 sticky clients a round" in drawn["turnover"].caption
+    assert "gluefl replaces 1 of 8 sticky clients per round" in drawn["turnover"].caption
 
 
 def test_untimed_runs_leave_out_the_figures_of_time(made) -> None:

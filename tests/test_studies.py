@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ from click.testing import CliRunner
 from gluefl.cli import main
 from gluefl.config import Config, to_toml
 from gluefl.errors import GlueFLError, UsageError
-from gluefl.experiments.grid import planned
+from gluefl.experiments.grid import expand
+from gluefl.experiments.processes import WorkerProcesses
+from gluefl.experiments.runner import Executor, ThisProcess, execute
+from gluefl.experiments.runs import FAILURE, JournalTail, Run, flattened, nested, read_run
 from gluefl.experiments.studies import catalogue, pages
 from gluefl.experiments.studies.catalogue import Choice, configurations, load, names, seeds
 from gluefl.experiments.studies.conduct import conduct
 from gluefl.experiments.studies.findings import TABLES, bandwidths, findings
 from gluefl.experiments.studies.intervals import estimate, student_t
-from gluefl.experiments.studies.measures import MEASURES, Run, common_target
-from gluefl.experiments.studies.runner import FAILED, execute, is_done
+from gluefl.experiments.studies.measures import MEASURES, common_target, speed_percentiles
 from gluefl.simulation.build import build_sampler
 
 TINY = ("population.clients=60", "population.test_samples=62", "population.median_samples=22", "sampling.cohort=4")
@@ -45,7 +48,7 @@ def test_every_table_and_figure_has_its_study() -> None:
 @pytest.mark.parametrize("name", names())
 def test_every_study_is_valid_at_both_scales(name, scale) -> None:
     study = load(name)
-    assert study.question.endswith("?") and study.found
+    assert study.question.endswith("?") and study.finding
     assert set(study.measures) <= MEASURES.keys() and set(study.tables) <= TABLES.keys()
     assert set(study.ratios) <= set(study.measures) and seeds(study, Choice(scale))
     found = configurations(study, Choice(scale))
@@ -103,8 +106,9 @@ def test_choices_go_over_everything_else() -> None:
 
 
 def test_a_study_from_start_to_end_resumed_and_skipped(tmp_path) -> None:
-    study, choice = load("arrivals"), tiny(only=("fedavg-OC-1.0", "gluefl-OC-1.3"))
-    outcome = conduct(study, choice, tmp_path / "out", [1, 2], jobs=2)
+    study, choice = load("arrivals"), tiny(only=("fedavg-OC-1.0", "gluefl-OC-1.3"), seeds=(1, 2))
+    two = WorkerProcesses(jobs=2)
+    outcome = conduct(study, choice, tmp_path / "out", two)
     folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
     assert folders == ["fedavg-OC-1.0-1", "fedavg-OC-1.0-2", "gluefl-OC-1.3-1", "gluefl-OC-1.3-2"]
     assert not list((tmp_path / "out").rglob("checkpoint")), "a run that is done keeps no checkpoint"
@@ -117,75 +121,119 @@ def test_a_study_from_start_to_end_resumed_and_skipped(tmp_path) -> None:
     assert "| fedavg-OC-1.0 |" in pages.markdown(study, outcome.grids, outcome.heading)
 
     with pytest.raises(UsageError, match="holds a run already"):
-        conduct(study, choice, tmp_path / "out", [1, 2])
+        conduct(study, choice, tmp_path / "out")
     (tmp_path / "out" / "gluefl-OC-1.3-2" / "summary.json").unlink()  # as if that run had been killed at its end
     marks = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("summary.json")}
-    again = conduct(study, choice, tmp_path / "out", [1, 2], jobs=2, resume=True)
+    again = conduct(study, choice, tmp_path / "out", two, resume=True)
     assert again.json["tables"] == outcome.json["tables"]
     assert all(path.stat().st_mtime_ns == mark for path, mark in marks.items()), "what was done was run again"
     with pytest.raises(GlueFLError, match=r"training\.lr|lr = "):  # another configuration
-        conduct(
-            study,
-            tiny(only=("fedavg-OC-1.0",), sets=(*choice.sets, "training.lr=0.9")),
-            tmp_path / "out",
-            [1],
-            resume=True,
-        )
+        other = tiny(only=("fedavg-OC-1.0",), sets=(*choice.sets, "training.lr=0.9"), seeds=(1,))
+        conduct(study, other, tmp_path / "out", resume=True)
 
 
 def test_studies_share_the_runs_that_are_the_same(tmp_path) -> None:
-    study, choice = load("figure10"), tiny(only=("I-10",))
+    study, choice = load("figure10"), tiny(only=("I-10",), seeds=(1,))
     tmp_path = tmp_path / "studies"  # the first of several studies makes it
-    conduct(study, choice, tmp_path / "figure10", [1], reuse=tmp_path)
+    conduct(study, choice, tmp_path / "figure10", reuse=tmp_path)
     shared = tmp_path / "figure10" / "I-10-1"
     (shared / "checkpoint").mkdir()  # as a single run leaves one
-    other = tiny(only=("none", "REC"))
+    other = tiny(only=("none", "REC"), seeds=(1,))
     with pytest.raises(UsageError, match="no such folder"):
-        conduct(load("figure11"), other, tmp_path / "figure11", [1], reuse=tmp_path / "nowhere")
+        conduct(load("figure11"), other, tmp_path / "figure11", reuse=tmp_path / "nowhere")
     half = tmp_path / "figure1" / ".half-REC-1"  # a copy that was killed, and would be found first
     half.mkdir(parents=True)
     for name in ("config.toml", "summary.json"):
         (half / name).write_bytes((shared / name).read_bytes())
     (half / "journal.jsonl").write_bytes(b"")
     (tmp_path / "figure11" / ".half-REC-1").mkdir(parents=True)  # and one of our own
-    outcome = conduct(load("figure11"), other, tmp_path / "figure11", [1], reuse=tmp_path)
+    outcome = conduct(load("figure11"), other, tmp_path / "figure11", reuse=tmp_path)
     copied = tmp_path / "figure11" / "REC-1"
     assert (copied / "journal.jsonl").read_bytes() == (shared / "journal.jsonl").read_bytes()  # wall_s and all
     assert not (copied / "checkpoint").exists()
     assert (tmp_path / "figure11" / "none-1" / "config.toml").read_text() != (copied / "config.toml").read_text()
     assert set(outcome.json["tables"][0]["rows"]) == {"none", "REC"}
     with pytest.raises(UsageError, match="holds a run already"):
-        conduct(load("figure11"), other, tmp_path / "figure11", [1], reuse=tmp_path)
+        conduct(load("figure11"), other, tmp_path / "figure11", reuse=tmp_path)
 
 
-def test_a_run_that_diverges_is_a_result_and_not_an_error(tmp_path) -> None:
+@pytest.mark.parametrize("executor", [ThisProcess(), WorkerProcesses(jobs=2)], ids=["this process", "workers"])
+def test_a_run_that_diverges_is_a_result_and_not_an_error(executor: Executor, tmp_path) -> None:
     study, choice = load("figure11"), tiny(only=("none", "REC"))
     variants = configurations(study, choice)
     variants["none"] = variants["none"].model_copy(
         update={"training": variants["none"].training.model_copy(update={"lr": 1e30})}
     )
-    plan = planned(variants, [1], tmp_path)
-    execute(plan, jobs=2)
-    assert (tmp_path / "none-1" / FAILED).exists() and all(is_done(item) for item in plan)
-    (grid,) = findings(study, [Run.read(item) for item in plan])
+    specs = expand(variants, [1], tmp_path)
+    execute(specs, executor)
+    assert (tmp_path / "none-1" / FAILURE).exists() and all(spec.is_done() for spec in specs)
+    runs = [read_run(spec.folder) for spec in specs]
+    assert [run.label for run in runs] == ["none", "REC"] and runs[0].failure and runs[1].failure is None
+    (grid,) = findings(study, runs)
     assert any("none, seed 1, diverged" in note for note in grid.notes)
     assert grid.rows["none"]["accuracy"] is None and grid.rows["REC"]["accuracy"] is not None
+    marks = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
+    execute(specs, executor, resume=True)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")} == marks, "a run that is done was repeated"
 
 
-def test_an_interrupted_study_leaves_checkpoints(tmp_path) -> None:
+def test_a_comparison_with_a_run_that_diverged_exits_with_an_error_that_names_it(tmp_path) -> None:
+    (tmp_path / "both.toml").write_text(
+        'rounds = 2\nmodel.name = "mlp"\ncompare.strategies = ["fedavg", "stc"]\ncompare.fedavg.training.lr = 1e30\n'
+    )
+    sets = [word for item in (*TINY, "training.steps=1") for word in ("--set", item)]
+    for resume in ([], ["--resume"]):
+        done = CliRunner().invoke(
+            main, ["compare", str(tmp_path / "both.toml"), *sets, "--out", str(tmp_path / "out"), *resume]
+        )
+        assert done.exit_code == 1 and "gluefl: fedavg, seed 1: round 2" in done.stderr and FAILURE in done.stderr
+        assert (tmp_path / "out" / "stc-1" / "summary.json").exists()
+
+
+def test_a_tail_gives_every_complete_line_once_and_starts_again_when_the_journal_is_replaced(tmp_path) -> None:
+    def line(number: int) -> str:
+        keys = {"invited": 1, "used": 1, "down_bytes": 1, "up_bytes": 1, "accuracy": None}
+        return json.dumps({"round": number, **keys}) + "\n"
+
+    def rounds() -> tuple[bool, list[int]]:
+        replaced, lines = tail.read()
+        return replaced, [one["round"] for one in lines]
+
+    journal, tail = tmp_path / "journal.jsonl", JournalTail(tmp_path)
+    assert rounds() == (False, [])
+    journal.write_text(line(1) + line(2) + line(3)[:10])
+    assert rounds() == (True, [1, 2]) and rounds() == (False, [])
+    with journal.open("a") as file:
+        file.write(line(3)[10:] + line(4))
+    assert rounds() == (False, [3, 4])
+    (tmp_path / "cut").write_text(line(1) + line(2) + line(3) + line(4) + line(5))  # as a resumed run does
+    (tmp_path / "cut").replace(journal)
+    assert rounds() == (True, [1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize("command", ["study", "compare"])
+def test_interrupted_runs_leave_checkpoints_and_say_how_many_are_done(command: str, tmp_path) -> None:
     sets = [word for item in (*TINY, "evaluation.average=1") for word in ("--set", item)]
-    command = [sys.executable, "-m", "gluefl", "study", "figure5", "--model", "mlp", "--rounds", "400", *sets]
-    command += ["--seed", "1", "--only", "unbiased", "--out", str(tmp_path / "out"), "--jobs", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
-    journal = tmp_path / "out" / "unbiased-1" / "journal.jsonl"
+    words, runs = ["study", "figure5", "--model", "mlp", "--rounds", "400", "--only", "unbiased", "--jobs", "1"], 1
+    if command == "compare":
+        config = tmp_path / "config.toml"
+        config.write_text('rounds = 400\nmodel.name = "mlp"\ncompare.strategies = ["fedavg", "stc"]\n')
+        words, runs = ["compare", str(config)], 2
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gluefl", *words, *sets, "--seed", "1", "--out", str(tmp_path / "out")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ,
+    )
+    folder = tmp_path / "out" / ("unbiased-1" if command == "study" else "fedavg-1")
     deadline = time.monotonic() + 60
-    while not journal.exists() and time.monotonic() < deadline:
+    while not (folder / "journal.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 1 and "0 of 1 runs are done" in said and "Traceback" not in said
-    rounds = len(journal.read_text().splitlines())
-    assert 0 < rounds < 400 and (tmp_path / "out" / "unbiased-1" / "checkpoint").exists()
+    assert process.returncode == 1 and f"0 of {runs} runs are done" in said and "Traceback" not in said
+    rounds = len((folder / "journal.jsonl").read_text().splitlines())
+    assert 0 < rounds < 400 and (folder / "checkpoint").exists()
 
 
 def test_student_t_against_printed_tables() -> None:
@@ -231,7 +279,9 @@ def made_up(label: str, accuracies: list[float], seed: int = 1, **changes: Any) 
         for number, accuracy in enumerate(accuracies, 1)
     ]
     config = Config.model_validate({"evaluation": {"average": 2}, "population": {"clients": 2}, **changes})
-    return Run(label, seed, config, tuple(lines), 10)
+    flat = flattened(tomllib.loads(to_toml(config)))
+    assert flattened(nested(flat)) == flat
+    return Run(Path(label), label, seed, flat, lines, {"model_bytes": 10, "target": None}, finished=True)
 
 
 def test_the_common_target_is_what_all_but_the_broken_reach() -> None:
@@ -285,7 +335,7 @@ def test_download_by_skipped_rounds() -> None:
 
 def test_speed_percentiles_rank_the_population() -> None:
     run = made_up("a", [0.5] * 3, fleet={"network": "edge"}, population={"clients": 200})
-    ranks = run.speed_percentile
+    ranks = speed_percentiles(run)
     assert sorted(ranks) == pytest.approx([(i + 0.5) / 200 for i in range(200)])
     assert MEASURES["used_speed_mean"].of(run, None) == pytest.approx(ranks[0])
     assert MEASURES["invited_speed_mean"].of(run, None) == pytest.approx(ranks[:2].mean())

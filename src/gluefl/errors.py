@@ -1,17 +1,17 @@
-"""The errors a person can cause. The command line prints them as one message, never as a traceback."""
+"""Errors that users can cause. The command line prints them as one message, never as a traceback."""
 
 import difflib
 from collections.abc import Iterable
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """What somebody who wrote `word` may have meant, as the end of a message; nothing if nothing is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """The closest of the valid words, as the end of a message; empty if none is close."""
+    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class GlueFLError(Exception):
-    """Something went wrong that the message explains: what was found, what was needed, what to do."""
+    """An error whose message says what was found, what was needed and what to do."""
 
     exit_code = 1
 
@@ -23,19 +23,23 @@ class UsageError(GlueFLError):
 
 
 class Diverged(GlueFLError):
-    """The training diverged: a loss or an update is not finite."""
+    """Training produced NaN or infinite values. It would again, so that grids of runs record it as a result."""
+
+
+class Interrupted(GlueFLError):
+    """A run was stopped by a signal; its last round is in a checkpoint."""
 
 
 class DataError(GlueFLError):
-    """A data or trace file that is missing, broken or not what it should be."""
+    """A data or trace file is missing, broken or of another format."""
 
 
 class WireError(GlueFLError):
-    """A message that is malformed, foreign or too large. The only error that decoding raises."""
+    """A message is malformed, foreign or too large. The only error that decoding raises."""
 
 
 class MissingExtra(UsageError):
-    """An optional dependency that is not installed; the message holds the line that installs it."""
+    """An optional dependency is not installed; the message contains the command that installs it."""
 
     def __init__(self, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs an optional part: pip install 'gluefl[{extra}]'")

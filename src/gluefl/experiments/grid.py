@@ -1,19 +1,18 @@
-"""Runs that are to be made: every variant with every seed, in folders that tell whether they are done."""
+"""The grid of an experiment: every variant with every seed, one run folder each."""
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gluefl.config import Config, to_toml
 from gluefl.errors import UsageError
+from gluefl.experiments.runs import CONFIG, FAILURE, SUMMARY
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A run to be made."""
+class RunSpec:
+    """One run of a grid: its configuration and its folder."""
 
     label: str
     seed: int
@@ -22,42 +21,37 @@ class Planned:
 
     @property
     def name(self) -> str:
-        """As people read it."""
+        """For messages: `gluefl, seed 1`."""
         return f"{self.label}, seed {self.seed}"
 
-    def is_this(self) -> bool:
+    def is_started(self) -> bool:
         """Whether the folder holds a run of exactly this configuration."""
-        config = self.folder / "config.toml"
+        config = self.folder / CONFIG
         return config.exists() and config.read_text(encoding="utf-8") == to_toml(self.config)
 
-    def summary(self) -> dict[str, Any] | None:
-        """What the run added up to, if it is done."""
-        path = self.folder / "summary.json"
-        if not path.exists() or not self.is_this():
-            return None
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+    def is_done(self) -> bool:
+        """Whether that run has ended: finished, or diverged, which it would do again."""
+        return self.is_started() and any((self.folder / name).exists() for name in (SUMMARY, FAILURE))
 
 
-def planned(variants: Mapping[str, Config], seeds: Sequence[int], out: Path, single: bool = False) -> list[Planned]:
-    """Every variant with every seed, into `out/<label>-<seed>/`; a single run into `out` itself."""
+def expand(variants: Mapping[str, Config], seeds: Sequence[int], out: Path, single: bool = False) -> list[RunSpec]:
+    """Every variant with every seed, in `out/<label>-<seed>/`; a single run in `out` itself."""
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds {', '.join(map(str, seeds))}: each must be a whole number from 0 up, and different.")
     return [
-        Planned(label, seed, out if single else out / f"{label}-{seed}", config.model_copy(update={"seed": seed}))
+        RunSpec(label, seed, out if single else out / f"{label}-{seed}", config.model_copy(update={"seed": seed}))
         for seed in seeds
         for label, config in variants.items()
     ]
 
 
-def check(runs: Sequence[Planned], resume: bool) -> None:
-    """Refuse folders that are taken; and the last run before the first is made, as far as N is known."""
-    taken = [run.folder for run in runs if (run.folder / "config.toml").exists()]
+def check(specs: Sequence[RunSpec], resume: bool) -> None:
+    """Refuse folders that hold runs already, and samplers that cannot work, before the first run starts."""
+    taken = [spec.folder for spec in specs if (spec.folder / CONFIG).exists()]
     if taken and not resume:
         raise UsageError(f"{taken[0]} holds a run already: choose another --out, or go on with it by --resume.")
-    from gluefl.simulation.build import (
-        build_sampler,  # torch comes with it: after everything that can be refused at once
-    )
+    # Imported here because it imports torch, which takes seconds: the check above fails at once.
+    from gluefl.simulation.build import build_sampler
 
-    for run in runs:
-        build_sampler(run.config).check(run.config.population.clients or sys.maxsize)
+    for spec in specs:
+        build_sampler(spec.config).check(spec.config.population.clients or sys.maxsize)

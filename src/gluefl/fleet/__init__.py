@@ -1,4 +1,4 @@
-"""The devices: bandwidth, compute speed, availability. Bytes become seconds here."""
+"""The devices: bandwidth, compute speed, availability. They convert bytes into seconds."""
 
 from gluefl.fleet.devices import Fleet
 from gluefl.fleet.trips import Arrivals, Devices, Instant, Trip

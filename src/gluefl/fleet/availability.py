@@ -1,123 +1,70 @@
-"""Who is online when.
+"""Availability: which clients are online at a moment, and until when.
 
-`Diurnal`: every client has a standard normal process that moves in steps, and is online while it is below a
-threshold that follows the clock. The share of clients online is then the calibrated curve, exactly, while
-the steps decide how long a client stays. The process is noise by address, so one question costs a few hashes,
-whether the fleet has a thousand clients or a billion; only the last answers are remembered."""
+`Diurnal`: every client has a standard normal process that is constant in steps, and is online while the process is
+below a threshold that depends on the time of day. The expected share of clients online is then exactly the calibrated
+curve, and the lengths of the steps determine how long a client stays online. The process is noise by address: one
+query costs a few hashes, for a thousand clients or for a billion. Only the last results are kept."""
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import NormalDist
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gluefl.fleet.noise import Floats, Ints, normal, uniform
+from gluefl.fleet.curve import DAY_S, OnlineCurve
+from gluefl.fleet.noise import Floats, Ints, Noise
 from gluefl.fleet.shipped import rows
-from gluefl.fleet.traces import lines, sessions
+from gluefl.fleet.traces import Sessions, lines, sessions
 
-DAY_S = 86_400.0
-SLOT_S = 1_800.0  # the step of the FLASH measurements; within it nothing is known of a client
-ASK_AGAIN_S = 300.0  # in five minutes 1.5% of the clients online go, and as many come
-SEARCH_S = 14 * DAY_S  # a client that stays two weeks stays for ever
+SLOT_S = 1_800.0  # the time step of the FLASH measurements
+ASK_AGAIN_S = 300.0  # within five minutes 1.5% of the clients online leave, and as many arrive
+SEARCH_S = 14 * DAY_S  # a client that stays for two weeks is assumed to stay for ever
+REMEMBERED = 1 << 16  # clients whose last results are kept
 
 
 class Availability(Protocol):
-    """Anything that knows who is online."""
+    """Which clients are online, from the arguments alone."""
 
     def online(self, clients: Ints, clock_s: float) -> NDArray[np.bool_]:
         """Whether each client is online at this moment."""
         ...
 
     def is_online(self, client: int, clock_s: float) -> bool:
-        """Whether one client is: a round asks for few, and often for the same ones."""
+        """The same for one client: a round asks for few clients, and often for the same ones."""
         ...
 
     def online_until(self, client: int, clock_s: float, horizon_s: float) -> float:
-        """When the client goes offline, `inf` if not before `horizon_s`; `clock_s` if it is off."""
+        """When the client goes offline: `inf` if not before `horizon_s`, `clock_s` if it is offline now."""
         ...
 
     def next_change_s(self, clock_s: float) -> float:
-        """The next moment at which it is worth asking again."""
+        """The next moment at which the result may differ."""
         ...
 
 
 @dataclass(frozen=True)
 class Always:
-    """Everyone, always."""
+    """All clients are always online."""
 
     def online(self, clients: Ints, clock_s: float) -> NDArray[np.bool_]:
-        """Everyone."""
+        """All of them."""
         return np.ones(len(clients), np.bool_)
 
     def is_online(self, client: int, clock_s: float) -> bool:
-        """Yes."""
+        """True."""
         return True
 
     def online_until(self, client: int, clock_s: float, horizon_s: float) -> float:
-        """Nobody ever goes."""
+        """Never."""
         return math.inf
 
     def next_change_s(self, clock_s: float) -> float:
-        """Nothing ever changes."""
+        """Nothing changes."""
         return clock_s
-
-
-@functools.cache
-def _curve() -> tuple[Floats, Floats]:
-    # As normal quantiles, so that a crossing between two knots is that of two straight lines.
-    table = rows("online_fraction.csv")
-    threshold = [NormalDist().inv_cdf(float(r["fraction"])) for r in table]
-    return np.array([float(r["clock_s"]) for r in table]), np.array(threshold)
-
-
-@functools.cache
-def _steps() -> tuple[Ints, Ints, Floats]:
-    never = 1 << 62
-    table = rows("sessions.csv")
-    slots = np.array([int(r["slots"]) or never for r in table], np.int64)
-    repeat = np.array([int(r["repeat_slots"]) or never for r in table], np.int64)
-    share = np.array([float(r["share"]) for r in table])
-    return slots, repeat, np.sqrt(share / share.sum())
-
-
-def _day(clock_s: Floats) -> Floats:
-    # The table holds the first day, which starts low, and then the day that repeats.
-    return np.where(clock_s < DAY_S, clock_s, DAY_S + clock_s % DAY_S)
-
-
-def threshold(clock_s: Floats) -> Floats:
-    """The normal quantile of the share online."""
-    return np.interp(_day(clock_s), *_curve())
-
-
-@functools.lru_cache(maxsize=1 << 10)  # all clients of a round are asked for at the same moment
-def _threshold_at(clock_s: float) -> float:
-    return float(np.interp(clock_s if clock_s < DAY_S else DAY_S + clock_s % DAY_S, *_curve()))
-
-
-def online_fraction(clock_s: float) -> float:
-    """The share of clients online, as in the authors' runs: 30% at the start, then 40–66% over the day."""
-    return NormalDist().cdf(_threshold_at(clock_s))
-
-
-def _knots(start_s: float, end_s: float) -> Floats:
-    # The moments between start and end at which the curve bends.
-    at = _curve()[0]
-    first_day, daily = at[at < DAY_S], at[at >= DAY_S] - DAY_S
-    days = np.arange(max(1, start_s // DAY_S), end_s // DAY_S + 1)
-    every = np.concatenate([first_day, (days[:, None] * DAY_S + daily).ravel()])
-    return every[(every > start_s) & (every < end_s)]
-
-
-@functools.lru_cache(maxsize=1 << 4)
-def _next_knot_s(clock_s: float) -> float:
-    at = _curve()[0]
-    day = 0.0 if clock_s < DAY_S else clock_s // DAY_S * DAY_S - DAY_S  # the table's second day, moved to this one
-    later = np.searchsorted(at, clock_s - day, side="right")
-    return float(at[later]) + day if later < len(at) else day + 2 * DAY_S
 
 
 @dataclass(frozen=True)
@@ -126,37 +73,72 @@ class Diurnal:
 
     seed: int
 
+    @cached_property
+    def curve(self) -> OnlineCurve:
+        """The share of clients online over the day."""
+        return OnlineCurve.shipped()
+
+    @cached_property
+    def _noise(self) -> tuple[Noise, Noise, Noise]:
+        return Noise(self.seed, "phase"), Noise(self.seed, "shift"), Noise(self.seed, "availability")
+
+    @cached_property
+    def _steps(self) -> tuple[Ints, Ints, Floats]:
+        # Length and period of the step functions in slots, and their amplitudes; 0 in the table means never.
+        never, table = 1 << 62, rows("sessions.csv")
+        slots = np.array([int(row["slots"]) or never for row in table], np.int64)
+        repeat = np.array([int(row["repeat_slots"]) or never for row in table], np.int64)
+        share = np.array([float(row["share"]) for row in table])
+        return slots, repeat, np.sqrt(share / share.sum())
+
+    @cached_property
+    def _phase_of(self) -> Callable[[int], float]:
+        def phase_s(client: int) -> float:
+            return float(self._phase_s(np.array([client], np.int64))[0])
+
+        return functools.lru_cache(REMEMBERED)(phase_s)
+
+    @cached_property
+    def _latent_of(self) -> Callable[[int, int], float]:
+        # A round takes a minute or two and a slot half an hour: the next rounds ask for the same slot.
+        def latent(client: int, slot: int) -> float:
+            return float(self.latent(np.array([client], np.int64), np.array([slot], np.int64))[0])
+
+        return functools.lru_cache(REMEMBERED)(latent)
+
     def _phase_s(self, clients: Ints) -> Floats:
-        return SLOT_S * uniform(self.seed, "phase", clients)  # clients do not change all at once
+        return SLOT_S * self._noise[0].uniform(clients)  # so that slots of different clients are not aligned
 
     def latent(self, clients: Ints, slots: Ints) -> Floats:
         """The process of each client in its slot, or of one client in several: a sum of step functions."""
-        length, repeat, amplitude = _steps()
+        length, repeat, amplitude = self._steps
+        _, shifts, process = self._noise
         owner, part = clients[:, None], np.arange(len(length))
-        shift = (uniform(self.seed, "shift", owner, part) * np.minimum(length, repeat)).astype(np.int64)
+        shift = (shifts.uniform(owner, part) * np.minimum(length, repeat)).astype(np.int64)
         step = ((slots[:, None] + shift) % repeat) // length
-        return normal(self.seed, "availability", owner, part, step) @ amplitude
+        return process.normal(owner, part, step) @ amplitude
 
     def online(self, clients: Ints, clock_s: float) -> NDArray[np.bool_]:
         """Whether the process of each client is below the threshold of this moment."""
         slots = np.floor((clock_s + self._phase_s(clients)) / SLOT_S).astype(np.int64)
-        return self.latent(clients, slots) < threshold(np.array([clock_s]))
+        return self.latent(clients, slots) < self.curve.thresholds(np.array([clock_s]))
 
     def is_online(self, client: int, clock_s: float) -> bool:
         """The same for one client."""
-        slot = math.floor((clock_s + _phase_of(self, client)) / SLOT_S)
-        return _latent_of(self, client, slot) < _threshold_at(clock_s)
+        slot = math.floor((clock_s + self._phase_of(client)) / SLOT_S)
+        return self._latent_of(client, slot) < self.curve.threshold(clock_s)
 
     def online_until(self, client: int, clock_s: float, horizon_s: float) -> float:
         """The first moment at which process and threshold cross, searched day by day."""
-        phase_s = _phase_of(self, client)
+        phase_s = self._phase_of(client)
         end_s = min(horizon_s, clock_s + SEARCH_S)
         start_s = clock_s
         slot = math.floor((clock_s + phase_s) / SLOT_S)
-        if end_s < min((slot + 1) * SLOT_S - phase_s, _next_knot_s(clock_s)):
-            # Most trips end before anything bends: both ends of a straight line above the process are enough.
-            process = _latent_of(self, client, slot)
-            if _threshold_at(clock_s) > process and _threshold_at(end_s) > process:
+        if end_s < min((slot + 1) * SLOT_S - phase_s, self.curve.next_knot_s(clock_s)):
+            # Most trips end within one step and between two knots: a straight line that is above a constant at both
+            # ends does not cross it.
+            process = self._latent_of(client, slot)
+            if self.curve.threshold(clock_s) > process and self.curve.threshold(end_s) > process:
                 return math.inf
         one = np.array([client], np.int64)
         while start_s < end_s:
@@ -171,12 +153,12 @@ class Diurnal:
         first = math.floor((start_s + phase_s) / SLOT_S)
         steps = np.arange(first + 1, math.floor((stop_s + phase_s) / SLOT_S) + 1) * SLOT_S - phase_s
         inside = steps[(steps > start_s) & (steps < stop_s)]
-        points = np.sort(np.concatenate([[start_s], inside, _knots(start_s, stop_s), [stop_s]]))
+        points = np.sort(np.concatenate([[start_s], inside, self.curve.knots_between(start_s, stop_s), [stop_s]]))
         left, right = points[:-1], points[1:]
-        # Between two points the process rests and the threshold is a straight line.
+        # Between two points the process is constant and the threshold is a straight line.
         slots = np.floor(((left + right) / 2 + phase_s) / SLOT_S).astype(np.int64)
         process = self.latent(one, slots)
-        at = threshold(points)
+        at = self.curve.thresholds(points)
         gap, gap_right = at[:-1] - process, at[1:] - process
         gone = (gap <= 0) | (gap_right <= 0)
         if not gone.any():
@@ -187,23 +169,12 @@ class Diurnal:
         return float(left[k] + (right[k] - left[k]) * gap[k] / (gap[k] - gap_right[k]))
 
     def next_change_s(self, clock_s: float) -> float:
-        """Some client changes at every moment; asking every five minutes is enough."""
+        """Clients change at every moment; a query every five minutes is enough."""
         return (math.floor(clock_s / ASK_AGAIN_S) + 1) * ASK_AGAIN_S
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def _phase_of(process: Diurnal, client: int) -> float:
-    return float(process._phase_s(np.array([client], np.int64))[0])
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _latent_of(process: Diurnal, client: int, slot: int) -> float:
-    # A round takes a minute or two and a slot half an hour: the next rounds ask again.
-    return float(process.latent(np.array([client], np.int64), np.array([slot], np.int64))[0])
-
-
 def _session_end_s(record: tuple[Floats, Floats, float], clock_s: float) -> float | None:
-    # The end of the session this moment is in, None if it is in none.
+    # The end of the session that contains this moment, None if there is none.
     starts_s, ends_s, period_s = record
     within_s = clock_s % period_s
     k = int(np.searchsorted(starts_s, within_s, side="right")) - 1
@@ -217,6 +188,11 @@ class RecordedSessions:
     path: str
     repeat_clients: bool = False
 
+    @cached_property
+    def trace(self) -> Sessions:
+        """The content of the file, read once."""
+        return sessions(self.path)
+
     def online(self, clients: Ints, clock_s: float) -> NDArray[np.bool_]:
         """Whether each client is within one of its sessions."""
         return np.array([self.is_online(int(c), clock_s) for c in clients], np.bool_)
@@ -226,18 +202,17 @@ class RecordedSessions:
         return _session_end_s(self._record(client), clock_s) is not None
 
     def _record(self, client: int) -> tuple[Floats, Floats, float]:
-        trace = sessions(self.path)
-        return trace.of(int(lines(trace, np.array([client], np.int64), self.repeat_clients)[0]))
+        return self.trace.of(int(lines(self.trace, np.array([client], np.int64), self.repeat_clients)[0]))
 
     def online_until(self, client: int, clock_s: float, horizon_s: float) -> float:
-        """The end of the session; sessions that join on, also over the end of the record, are one."""
+        """The end of the session; adjacent sessions count as one, also across the end of the record."""
         record = self._record(client)
         until_s = _session_end_s(record, clock_s)
         if until_s is None:
             return clock_s
-        # Whoever stays for a whole record stays for ever.
+        # A client that is online for a whole record is always online.
         while until_s < min(horizon_s, clock_s + record[2]):
-            # A microsecond later, because adding and dividing moments is exact only to rounding.
+            # One microsecond later, because sums and remainders of moments are rounded.
             joined_s = _session_end_s(record, until_s + 1e-6)
             if joined_s is None:
                 return until_s
@@ -245,5 +220,5 @@ class RecordedSessions:
         return math.inf
 
     def next_change_s(self, clock_s: float) -> float:
-        """The next moment at which anybody comes online."""
-        return sessions(self.path).next_start_s(clock_s)
+        """The next moment at which a client comes online."""
+        return self.trace.next_start_s(clock_s)

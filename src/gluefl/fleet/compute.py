@@ -1,21 +1,32 @@
-"""How fast clients train: milliseconds per sample, from the devices in the GlueFL authors' runs."""
+"""Training speed of clients: milliseconds per sample, from the devices in the GlueFL authors' runs."""
 
-import functools
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from gluefl.fleet.noise import Floats, Ints, uniform
+from gluefl.fleet.noise import Floats, Ints, Noise
 from gluefl.fleet.shipped import rows
 
 
-@functools.cache
-def _table() -> tuple[Floats, Floats]:
-    ms = np.array([float(r["ms_per_sample"]) for r in rows("compute.csv")])
-    weight = np.array([float(r["weight"]) for r in rows("compute.csv")])
-    return ms, np.cumsum(weight) / weight.sum()
+@dataclass(frozen=True)
+class MeasuredCompute:
+    """Speeds drawn from the shipped histogram: about half of the clients near 25 ms, the others near 150 ms."""
 
+    seed: int
 
-def ms_per_sample(seed: int, clients: Ints) -> Floats:
-    """Milliseconds one training sample takes on each client: a fast half near 25, a slow half near 150."""
-    ms, cumulated = _table()
-    return ms[np.searchsorted(cumulated, uniform(seed, "compute", clients))]
+    @cached_property
+    def _noise(self) -> Noise:
+        return Noise(self.seed, "compute")
+
+    @cached_property
+    def _histogram(self) -> tuple[Floats, Floats]:
+        table = rows("compute.csv")
+        ms = np.array([float(row["ms_per_sample"]) for row in table])
+        weight = np.array([float(row["weight"]) for row in table])
+        return ms, np.cumsum(weight) / weight.sum()
+
+    def ms_per_sample(self, clients: Ints) -> Floats:
+        """Milliseconds one training sample takes on each client."""
+        ms, cumulated = self._histogram
+        return ms[np.searchsorted(cumulated, self._noise.uniform(clients))]

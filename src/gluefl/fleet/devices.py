@@ -1,30 +1,32 @@
-"""The fleet: a network, compute speeds and availability behind the three questions a round asks."""
+"""The fleet: network speeds, compute speeds and availability, behind the three queries of a round."""
 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gluefl.errors import UsageError
 from gluefl.fleet.availability import Always, Availability, Diurnal, RecordedSessions
-from gluefl.fleet.compute import ms_per_sample
+from gluefl.fleet.compute import MeasuredCompute
 from gluefl.fleet.networks import MEASURED, Measured, Network, RecordedSpeeds, UniformSpeeds
 from gluefl.fleet.noise import Floats, Ints
-from gluefl.fleet.traces import capacity, lines, sessions
+from gluefl.fleet.traces import lines
 from gluefl.fleet.trips import Trip
 
 NETWORKS = (*MEASURED, "uniform", "file")
 AVAILABILITIES = ("always", "diurnal", "file")
 MEGABITS_PER_BYTE = 8e-6
-Some = TypeVar("Some", float, Floats)  # seconds of one client, or of many
+REMEMBERED = 1 << 16  # clients whose speeds are kept
+Numbers = TypeVar("Numbers", float, Floats)  # of one client, or of many
 
 
 @dataclass(frozen=True, eq=False)
 class Speeds:
-    """What clients can do, factors included: arrays with one entry per client."""
+    """Speeds of clients, factors included: arrays with one entry per client."""
 
     down_mbps: Floats
     up_mbps: Floats
@@ -33,7 +35,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Simulated devices; client i is a pure function of (seed, i), so that a million of them cost nothing.
+    """Simulated devices. Client i is a pure function of (seed, i): memory does not grow with the number of clients.
 
     `Fleet("edge", "diurnal", seed=1).trip(7, clock_s=0.0, down_bytes=10**7, up_bytes=10**7, samples=200)`
     """
@@ -62,31 +64,28 @@ class Fleet:
         if wrong := _wrong_options(self):
             raise UsageError("\n".join(wrong))
         last = np.array([max(0, clients - 1)], np.int64)
-        if self.network == "file":
-            lines(capacity(str(self.network_file)), last, self.repeat_traces)
-        if self.availability == "file":
-            lines(sessions(str(self.availability_file)), last, self.repeat_traces)
+        for source in (self._network, self._availability):
+            if isinstance(source, RecordedSpeeds | RecordedSessions):
+                lines(source.trace, last, self.repeat_traces)
 
     def speeds(self, clients: Ints) -> Speeds:
         """Speeds of many clients: `fleet.speeds(np.arange(2800)).down_mbps`."""
-        network, ms = self._network(), None
-        if isinstance(network, RecordedSpeeds):
-            ms = network.ms_per_sample(clients)
-        if ms is None:
-            ms = ms_per_sample(self.seed, clients)
-        down_mbps, up_mbps = network.mbps(clients)
+        recorded = self._network.ms_per_sample(clients) if isinstance(self._network, RecordedSpeeds) else None
+        ms = self._compute.ms_per_sample(clients) if recorded is None else recorded
+        down_mbps, up_mbps = self._network.mbps(clients)
         return Speeds(
             down_mbps * self.down_factor, up_mbps * self.up_factor, ms * self.compute_factor * self.model_cost
         )
 
     def durations(self, clients: Ints, down_bytes: int, up_bytes: int, samples: int) -> tuple[Floats, Floats, Floats]:
-        """Download, compute and upload seconds of many clients, if they stay: ranks a whole population."""
+        """Download, compute and upload seconds of many clients that stay online: ranks a whole population."""
         speeds = self.speeds(clients)
-        return self._durations(speeds.down_mbps, speeds.up_mbps, speeds.ms_per_sample, down_bytes, up_bytes, samples)
+        return self._durations((speeds.down_mbps, speeds.up_mbps, speeds.ms_per_sample), down_bytes, up_bytes, samples)
 
     def _durations(
-        self, down_mbps: Some, up_mbps: Some, ms_per_sample: Some, down_bytes: int, up_bytes: int, samples: int
-    ) -> tuple[Some, Some, Some]:
+        self, speeds: tuple[Numbers, Numbers, Numbers], down_bytes: int, up_bytes: int, samples: int
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        down_mbps, up_mbps, ms_per_sample = speeds
         return (
             self.latency_s + down_bytes * MEGABITS_PER_BYTE / down_mbps,
             samples * ms_per_sample / 1000.0,
@@ -94,27 +93,26 @@ class Fleet:
         )
 
     def is_online(self, clock_s: float) -> Callable[[int], bool]:
-        """Who can be invited at this moment."""
-        is_online = self._availability().is_online
+        """Which clients can be invited at this moment."""
+        is_online = self._availability.is_online
         return lambda client: is_online(client, clock_s)
 
     def next_change_s(self, clock_s: float) -> float:
-        """The next moment at which it is worth asking again; `clock_s` itself if nothing ever changes."""
-        return self._availability().next_change_s(clock_s)
+        """The next moment at which `is_online` may differ; `clock_s` itself if it never does."""
+        return self._availability.next_change_s(clock_s)
 
     def online_until(self, client: int, clock_s: float) -> float:
         """When the client next goes offline, `inf` if not within two weeks; `clock_s` if it is offline."""
-        return self._availability().online_until(client, clock_s, math.inf)
+        return self._availability.online_until(client, clock_s, math.inf)
 
     def trip(self, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int) -> Trip:
-        """Download, train, upload; lost at the moment it goes offline before all is done."""
-        # A file may be written again; what is drawn never changes.
-        speeds = _speeds_of(self, client) if self.network != "file" else _speeds_of.__wrapped__(self, client)
-        download_s, compute_s, upload_s = self._durations(*speeds, down_bytes, up_bytes, samples)
+        """Download, train, upload; a client that goes offline before the end is lost at that moment."""
+        download_s, compute_s, upload_s = self._durations(self._speeds_of(client), down_bytes, up_bytes, samples)
         arrival_s = download_s + compute_s + upload_s
-        stays_s = self._availability().online_until(client, clock_s, clock_s + arrival_s) - clock_s
+        stays_s = self._availability.online_until(client, clock_s, clock_s + arrival_s) - clock_s
         return Trip(download_s, compute_s, upload_s, stays_s if stays_s < arrival_s else None)
 
+    @cached_property
     def _network(self) -> Network:
         if self.network in MEASURED:
             return Measured(self.network, self.seed)
@@ -124,6 +122,7 @@ class Fleet:
             return RecordedSpeeds(self.network_file, self.repeat_traces)
         raise UsageError("\n".join(_wrong_options(self)))
 
+    @cached_property
     def _availability(self) -> Availability:
         if self.availability == "always":
             return Always()
@@ -133,12 +132,22 @@ class Fleet:
             return RecordedSessions(self.availability_file, self.repeat_traces)
         raise UsageError("\n".join(_wrong_options(self)))
 
+    @cached_property
+    def _compute(self) -> MeasuredCompute:
+        return MeasuredCompute(self.seed)
 
-@functools.lru_cache(maxsize=1 << 16)
-def _speeds_of(fleet: Fleet, client: int) -> tuple[float, float, float]:
-    # A round asks twice for every client it uses, and a sticky client comes back.
-    speeds = fleet.speeds(np.array([client], np.int64))
-    return float(speeds.down_mbps[0]), float(speeds.up_mbps[0]), float(speeds.ms_per_sample[0])
+    @cached_property
+    def _speeds_of(self) -> Callable[[int], tuple[float, float, float]]:
+        # A round asks twice for every client it uses, and sticky clients return in later rounds.
+        def speeds_of(client: int) -> tuple[float, float, float]:
+            speeds = self.speeds(np.array([client], np.int64))
+            return float(speeds.down_mbps[0]), float(speeds.up_mbps[0]), float(speeds.ms_per_sample[0])
+
+        return functools.lru_cache(REMEMBERED)(speeds_of)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The options without the kept results: a copy in another process starts without them."""
+        return {option.name: getattr(self, option.name) for option in fields(self)}
 
 
 def _wrong_options(fleet: Fleet) -> list[str]:

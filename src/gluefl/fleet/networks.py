@@ -1,23 +1,23 @@
-"""How fast clients' networks are: download and upload of client i, drawn together from (seed, i).
+"""Network speeds of clients: download and upload of client i, drawn together from (seed, i).
 
 `edge` is M-Lab NDT (CC0), North America, June 2022, with the GlueFL authors' filter; `5g` and `cloud` are
-their other two networks. docs/fleet.md says where every figure comes from."""
+their other two networks. docs/fleet.md names the source of every figure."""
 
-import functools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
-from gluefl.fleet.noise import Floats, Ints, uniform
+from gluefl.fleet.noise import Floats, Ints, Noise
 from gluefl.fleet.shipped import rows
-from gluefl.fleet.traces import capacity, lines
+from gluefl.fleet.traces import Capacity, capacity, lines
 
 MEASURED = ("edge", "5g", "cloud")
 
 
 class Network(Protocol):
-    """Anything that knows the speed of a client."""
+    """Network speeds of all clients."""
 
     def mbps(self, clients: Ints) -> tuple[Floats, Floats]:
         """Download and upload of each client, in 10^6 bit/s."""
@@ -26,7 +26,7 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class Percentiles:
-    """One direction's quantiles, and for both the joint shape of the ranks."""
+    """Quantiles of both directions, and the joint distribution of their ranks."""
 
     percent: Floats
     down_mbps: Floats
@@ -35,13 +35,12 @@ class Percentiles:
     up_given_down: Floats  # cumulated share of upload bins, one row per download bin
 
 
-@functools.cache
 def percentiles(name: str) -> Percentiles:
-    """The shipped table of one network."""
+    """Read the shipped table of one network."""
     table = [r for r in rows("networks.csv") if r["network"] == name]
     percent, down, up = (np.array([float(r[column]) for r in table]) for column in ("percent", "down_mbps", "up_mbps"))
     # Only the edge measurements hold both directions of one client; elsewhere the ranks are independent.
-    copula = rows("edge_copula.csv") if name == "edge" else ({"down_percent": "100", "100": "1"},)
+    copula = rows("edge_copula.csv") if name == "edge" else [{"down_percent": "100", "100": "1"}]
     edges = np.array([0.0, *(float(r["down_percent"]) / 100 for r in copula)])
     share = np.array([[float(v) for k, v in r.items() if k != "down_percent"] for r in copula])
     cumulated = np.cumsum(share, axis=1)
@@ -56,11 +55,18 @@ class Measured:
     name: str
     seed: int
 
+    @cached_property
+    def _percentiles(self) -> Percentiles:
+        return percentiles(self.name)
+
+    @cached_property
+    def _noise(self) -> tuple[Noise, Noise]:
+        return Noise(self.seed, "download"), Noise(self.seed, "upload")
+
     def mbps(self, clients: Ints) -> tuple[Floats, Floats]:
         """Download by its rank; upload by a rank drawn from the bin of the download's rank."""
-        table = percentiles(self.name)
-        down_rank = uniform(self.seed, "download", clients)
-        draw = uniform(self.seed, "upload", clients)
+        table = self._percentiles
+        down_rank, draw = (noise.uniform(clients) for noise in self._noise)
         row = table.up_given_down[np.searchsorted(table.rank_edges, down_rank) - 1]
         column = (row[:, 1:] <= draw[:, None]).sum(axis=1)
         each = np.arange(len(draw))
@@ -83,7 +89,7 @@ class UniformSpeeds:
 
     def mbps(self, clients: Ints) -> tuple[Floats, Floats]:
         """Both directions by the same rank: a fast client is fast both ways."""
-        rank = uniform(self.seed, "download", clients)
+        rank = Noise(self.seed, "download").uniform(clients)
         (d0, d1), (u0, u1) = self.down_mbps, self.up_mbps
         return d0 + (d1 - d0) * rank, u0 + (u1 - u0) * rank
 
@@ -95,14 +101,17 @@ class RecordedSpeeds:
     path: str
     repeat_clients: bool = False
 
+    @cached_property
+    def trace(self) -> Capacity:
+        """The content of the file, read once."""
+        return capacity(self.path)
+
     def mbps(self, clients: Ints) -> tuple[Floats, Floats]:
-        """What the file says."""
-        trace = capacity(self.path)
-        line = lines(trace, clients, self.repeat_clients)
-        return trace.down_mbps[line], trace.up_mbps[line]
+        """The speeds in the file."""
+        line = lines(self.trace, clients, self.repeat_clients)
+        return self.trace.down_mbps[line], self.trace.up_mbps[line]
 
     def ms_per_sample(self, clients: Ints) -> Floats | None:
-        """What the file says, if it says anything of computing."""
-        trace = capacity(self.path)
-        line = lines(trace, clients, self.repeat_clients)
-        return None if trace.ms_per_sample is None else trace.ms_per_sample[line]
+        """The compute speeds in the file, None if it has no such column."""
+        line = lines(self.trace, clients, self.repeat_clients)
+        return None if self.trace.ms_per_sample is None else self.trace.ms_per_sample[line]

@@ -1,12 +1,10 @@
-"""The shipped tables, read once: small CSV files made by tools/make_fleet_tables.py."""
+"""The tables that the package ships: small CSV files written by tools/make_fleet_tables.py."""
 
 import csv
-import functools
 from importlib import resources
 
 
-@functools.cache
-def rows(name: str) -> tuple[dict[str, str], ...]:
-    """The lines of one shipped table, by column."""
+def rows(name: str) -> list[dict[str, str]]:
+    """Read one shipped table, rows by column. Objects that need a table read it once and keep it."""
     text = resources.files("gluefl.fleet").joinpath("tables", name).read_text(encoding="utf-8")
-    return tuple(csv.DictReader(text.splitlines()))
+    return list(csv.DictReader(text.splitlines()))

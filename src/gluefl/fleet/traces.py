@@ -1,7 +1,6 @@
-"""Traces of your own: FedScale's device and behaviour pickles, and CSV; every figure is checked."""
+"""Traces of the user: FedScale's device and behaviour pickles, and CSV files; every number is checked."""
 
 import csv
-import functools
 import io
 import math
 from collections.abc import Callable, Iterable
@@ -14,15 +13,15 @@ from gluefl.fleet.noise import Floats, Ints
 from gluefl.fleet.unpickle import fail, load_numbers, read_bytes
 
 MBPS_PER_KBPS = 1e-3
-SLOWEST_MBPS = 1e-3  # 1 kbit/s: what FedScale gives a client that its trace does not know
-FASTEST_MEDIAN_MBPS = 1e4  # a median above 10 Gbit/s is a figure in other units
-MS_MEDIAN_RANGE = (0.5, 1e5)  # outside, the figures are in seconds or in microseconds
+SLOWEST_MBPS = 1e-3  # 1 kbit/s: FedScale's value for clients that are not in its trace
+FASTEST_MEDIAN_MBPS = 1e4  # a median above 10 Gbit/s means other units
+MS_MEDIAN_RANGE = (0.5, 1e5)  # a median outside means seconds or microseconds
 CORRECT = "Correct or remove that client."
 
 
 @dataclass(frozen=True, eq=False)
 class Capacity:
-    """The speed of every client of a trace; milliseconds per sample where the trace knows them."""
+    """The speed of every client of a trace; milliseconds per sample if the trace contains them."""
 
     path: str
     down_mbps: Floats
@@ -31,7 +30,7 @@ class Capacity:
 
     @property
     def clients(self) -> int:
-        """How many clients the trace holds."""
+        """The number of clients in the trace."""
         return len(self.down_mbps)
 
 
@@ -47,7 +46,7 @@ class Sessions:
 
     @property
     def clients(self) -> int:
-        """How many clients the trace holds."""
+        """The number of clients in the trace."""
         return len(self.periods_s)
 
     def of(self, index: int) -> tuple[Floats, Floats, float]:
@@ -56,7 +55,7 @@ class Sessions:
         return self.starts_s[one], self.ends_s[one], float(self.periods_s[index])
 
     def next_start_s(self, clock_s: float) -> float:
-        """The next moment at which anybody comes online, strictly after `clock_s`."""
+        """The next moment, strictly after `clock_s`, at which a client comes online."""
         period = np.repeat(self.periods_s, np.diff(self.first))
         wait = (self.starts_s - clock_s) % period
         wait = np.where(wait > 0, wait, period)
@@ -64,7 +63,7 @@ class Sessions:
 
 
 def lines(trace: Capacity | Sessions, clients: Ints, repeat: bool) -> Ints:
-    """The line of each client; past the end an error, or from the start again."""
+    """The line of each client; beyond the last line an error, or with `repeat` modulo their number."""
     if len(clients) and int(clients.max()) >= trace.clients and not repeat:
         do = "Give a longer trace, use fewer clients, or set repeat_traces = true."
         fail(trace.path, f"{trace.clients} clients", f"client {clients.max()} (counted from 0)", do)
@@ -73,52 +72,53 @@ def lines(trace: Capacity | Sessions, clients: Ints, repeat: bool) -> Ints:
 
 def capacity(path: str) -> Capacity:
     """Speeds from CSV (client,down_mbps,up_mbps[,ms_per_sample]) or FedScale's device pickle."""
-    return _capacity(path, _version(path))
-
-
-def sessions(path: str) -> Sessions:
-    """Sessions from CSV (client,online_s,offline_s) or FedScale's behaviour pickle."""
-    return _sessions(path, _version(path))
-
-
-def _version(path: str) -> tuple[int, int]:
-    # A file that was written again is read again.
-    try:
-        stat = Path(path).stat()
-    except OSError as error:
-        fail(path, error.strerror or str(error), "a trace file", "Give the path of a .csv or pickle file.")
-    return stat.st_mtime_ns, stat.st_size
-
-
-@functools.lru_cache(maxsize=4)
-def _capacity(path: str, version: tuple[int, int]) -> Capacity:
     table = _capacity_csv(path) if _is_csv(path) else _capacity_pickle(path)
     order = _consecutive(path, table)
     down, up, ms = np.array([table[c] for c in order]).T
     for name, speed in (("down", down), ("up", up)):
         if (slow := speed <= SLOWEST_MBPS).any():
-            found = f"{speed[slow][0] * 1000:g} kbit/s {name} for client {order[int(np.argmax(slow))]}"
+            problem = f"{speed[slow][0] * 1000:g} kbit/s {name} for client {order[int(np.argmax(slow))]}"
             do = "FedScale's default for unknown clients, or a wrong unit: CSV holds Mbit/s, pickles kbit/s."
-            fail(path, found, "more than 1 kbit/s", do)
+            fail(path, problem, "more than 1 kbit/s", do)
         if np.median(speed) > FASTEST_MEDIAN_MBPS:
-            found = f"a median of {np.median(speed):g} Mbit/s {name}"
+            problem = f"a median of {np.median(speed):g} Mbit/s {name}"
             fail(
                 path,
-                found,
+                problem,
                 "a network below 10 Gbit/s",
                 "Convert: CSV holds Mbit/s, FedScale's pickle kbit/s.",
             )
     if np.isnan(ms).any():
         return Capacity(path, down, up, None)
     if not MS_MEDIAN_RANGE[0] <= np.median(ms) <= MS_MEDIAN_RANGE[1]:
-        found = f"a median of {np.median(ms):g} ms per sample"
+        problem = f"a median of {np.median(ms):g} ms per sample"
         fail(
             path,
-            found,
+            problem,
             f"between {MS_MEDIAN_RANGE[0]:g} and {MS_MEDIAN_RANGE[1]:g}",
             "Convert to milliseconds.",
         )
     return Capacity(path, down, up, ms)
+
+
+def sessions(path: str) -> Sessions:
+    """Sessions from CSV (client,online_s,offline_s) or FedScale's behaviour pickle."""
+    table = _sessions_csv(path) if _is_csv(path) else _sessions_pickle(path)
+    # CSV files number clients from 0; FedScale's behaviour trace omits ids, so that only the order counts.
+    order = _consecutive(path, table) if _is_csv(path) else sorted(table)
+    for client in order:
+        starts, ends, period = table[client]
+        bounds = [x for pair in zip(starts, ends) for x in pair]
+        if bounds != sorted(bounds) or (starts and starts[-1] >= period):
+            needed = "sessions in order, none of them overlapping, none that starts after the record's end"
+            fail(path, f"sessions of client {client} that are not", needed, CORRECT)
+    starts_s = np.array([x for c in order for x in table[c][0]])
+    ends_s = np.array([x for c in order for x in table[c][1]])
+    first = np.cumsum([0, *(len(table[c][0]) for c in order)])
+    periods_s = np.array([table[c][2] for c in order])
+    if not np.any(ends_s > starts_s):
+        fail(path, "no client that is ever online", "at least one session", "Give a trace with sessions.")
+    return Sessions(path, first, starts_s, np.minimum(ends_s, np.repeat(periods_s, np.diff(first))), periods_s)
 
 
 def _capacity_csv(path: str) -> dict[int, tuple[float, float, float]]:
@@ -147,35 +147,15 @@ def _capacity_pickle(path: str) -> dict[int, tuple[float, float, float]]:
     return table
 
 
-@functools.lru_cache(maxsize=4)
-def _sessions(path: str, version: tuple[int, int]) -> Sessions:
-    table = _sessions_csv(path) if _is_csv(path) else _sessions_pickle(path)
-    # Numbered from 0 in CSV; FedScale's behaviour trace leaves ids out, there the order counts.
-    order = _consecutive(path, table) if _is_csv(path) else sorted(table)
-    for client in order:
-        starts, ends, period = table[client]
-        bounds = [x for pair in zip(starts, ends) for x in pair]
-        if bounds != sorted(bounds) or (starts and starts[-1] >= period):
-            needed = "sessions in order, none of them overlapping, none that starts after the record's end"
-            fail(path, f"sessions of client {client} that are not", needed, CORRECT)
-    starts_s = np.array([x for c in order for x in table[c][0]])
-    ends_s = np.array([x for c in order for x in table[c][1]])
-    first = np.cumsum([0, *(len(table[c][0]) for c in order)])
-    periods_s = np.array([table[c][2] for c in order])
-    if not np.any(ends_s > starts_s):
-        fail(path, "no client that is ever online", "at least one session", "Give a trace with sessions.")
-    return Sessions(path, first, starts_s, np.minimum(ends_s, np.repeat(periods_s, np.diff(first))), periods_s)
-
-
 def _sessions_csv(path: str) -> dict[int, tuple[list[float], list[float], float]]:
-    found: dict[int, tuple[list[float], list[float]]] = {}
+    records: dict[int, tuple[list[float], list[float]]] = {}
     for number, row in enumerate(_csv(path, ("client", "online_s", "offline_s")), start=2):
-        starts, ends = found.setdefault(_client(path, row["client"], ()), ([], []))
+        starts, ends = records.setdefault(_client(path, row["client"], ()), ([], []))
         starts.append(_time(path, row["online_s"], f"online_s in line {number}"))
         ends.append(_time(path, row["offline_s"], f"offline_s in line {number}"))
-    # The file says nothing of its length: it repeats when the last session of all has ended.
-    period = max(max(ends) for _, ends in found.values())
-    return {client: (starts, ends, period) for client, (starts, ends) in found.items()}
+    # The file does not contain its length: it repeats after the end of its last session.
+    period = max(max(ends) for _, ends in records.values())
+    return {client: (starts, ends, period) for client, (starts, ends) in records.items()}
 
 
 def _sessions_pickle(path: str) -> dict[int, tuple[list[float], list[float], float]]:
@@ -190,8 +170,8 @@ def _sessions_pickle(path: str) -> dict[int, tuple[list[float], list[float], flo
                 fail(path, f"{name} of client {client} = {_shown(moments)}", "a list of seconds", CORRECT)
             times.append([_time(path, m, f"{name} of client {client}") for m in moments])
         if len(times[0]) != len(times[1]):
-            found = f"{len(times[0])} active and {len(times[1])} inactive moments of client {client}"
-            fail(path, found, "as many of the one as of the other", CORRECT)
+            problem = f"{len(times[0])} active and {len(times[1])} inactive moments of client {client}"
+            fail(path, problem, "the same number of both", CORRECT)
         period = _positive(path, record["finish_time"], f"finish_time of client {client}")
         table[client] = (times[0], times[1], period)
     return table
@@ -215,9 +195,9 @@ def _record(path: str, client: int, value: object, keys: tuple[str, ...]) -> dic
     return value
 
 
-def _client(path: str, value: object, known: Iterable[int]) -> int:
+def _client(path: str, value: object, earlier: Iterable[int]) -> int:
     number = _number(path, value, "client id", lambda v: v >= 0 and v == int(v), "a whole number from 0")
-    if int(number) in known:
+    if int(number) in earlier:
         fail(path, f"client {int(number)} twice", "one entry per client", "Remove one of them.")
     return int(number)
 
@@ -241,7 +221,7 @@ def _number(path: str, value: object, what: str, accept: Callable[[float], bool]
 
 
 def _shown(value: object) -> str:
-    # Short whatever the file holds: printing a huge integer or a deep list can itself fail.
+    # Short for any content: printing a huge integer or a deep list can itself fail.
     if isinstance(value, int):
         return str(value) if abs(value) < 10**18 else "a huge number"
     return str(value)[:40] if isinstance(value, (str, float)) else f"a {type(value).__name__}"
@@ -258,8 +238,8 @@ def _csv(path: str, columns: tuple[str, ...]) -> list[dict[str, str]]:
     except (UnicodeDecodeError, csv.Error) as error:
         fail(path, f"no readable text ({error})", "a CSV file", "Save it as UTF-8 CSV.")
     if missing := [c for c in columns if c not in header]:
-        found = f"the columns {', '.join(header)[:200] or 'none'}"
-        fail(path, found, ", ".join(columns), f"Add {', '.join(missing)}.")
+        problem = f"the columns {', '.join(header)[:200] or 'none'}"
+        fail(path, problem, ", ".join(columns), f"Add {', '.join(missing)}.")
     if not table:
         fail(path, "no lines below the header", "one line per client", "Add the clients.")
     return table

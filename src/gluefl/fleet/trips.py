@@ -1,4 +1,4 @@
-"""What a round asks of the devices, and the fleet that costs no time."""
+"""The interface between a round and the devices, and devices without delays."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Trip:
-    """One client's way through one round, in seconds from the start of the round.
+    """One client in one round, in seconds from the start of the round.
 
     A client that goes offline before it has uploaded is lost at that moment: `lost_s` says when.
     """
@@ -38,19 +38,19 @@ class Arrivals:
 
 
 class Devices(Protocol):
-    """What a round needs to know of the devices. `Instant` and `Fleet` answer from the arguments alone."""
+    """The interface of devices; `Instant` and `Fleet` implement it. Results depend on the arguments only."""
 
     @property
     def timed(self) -> bool:
-        """Whether the seconds mean anything; journals of untimed fleets hold null."""
+        """Whether trips take time; otherwise journals contain null for seconds."""
         ...
 
     def is_online(self, clock_s: float) -> Callable[[int], bool]:
-        """Who can be invited at this moment."""
+        """Which clients can be invited at this moment."""
         ...
 
     def next_change_s(self, clock_s: float) -> float:
-        """The next moment at which it is worth asking again, when too few are online."""
+        """The next moment at which `is_online` may differ, for rounds with too few clients online."""
         ...
 
     def trip(self, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int) -> Trip:
@@ -60,18 +60,18 @@ class Devices(Protocol):
 
 @dataclass(frozen=True)
 class Instant:
-    """The fleet that costs no time: everyone is online, everything arrives at once."""
+    """Devices without delays: all clients are online, and transfers and training take no time."""
 
     timed: bool = False
 
     def is_online(self, clock_s: float) -> Callable[[int], bool]:
-        """Everyone."""
+        """All clients."""
         return lambda client: True
 
     def next_change_s(self, clock_s: float) -> float:
-        """Nothing ever changes."""
+        """Nothing changes."""
         return clock_s
 
     def trip(self, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int) -> Trip:
-        """No time passes."""
+        """A trip of zero seconds."""
         return Trip(0.0, 0.0, 0.0)

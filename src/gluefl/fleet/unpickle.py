@@ -1,7 +1,7 @@
-"""Pickles of numbers, read without trust.
+"""Pickles of numbers from untrusted files.
 
-A pickle is a program. Ours are read by an interpreter that knows only the instructions that build dict, list,
-str, int and float, so that nothing in a file can name a function, let alone call it."""
+A pickle is a program. This interpreter supports only the instructions that build dict, list, str, int and float, so
+that a file can neither name nor call a function."""
 
 import io
 import pickle
@@ -31,18 +31,18 @@ _CALLS = (
 
 
 class _Numbers(pickle._Unpickler):
-    # The interpreter written in Python, because its table of instructions can be cut down (and because the
-    # one in C reserves whatever memory a position in the file asks for).
+    # The interpreter written in Python, because its table of instructions can be restricted (and because the one in C
+    # allocates as much memory as the file requests).
     dispatch = {code: pickle._Unpickler.dispatch[code] for code in _INSTRUCTIONS}  # noqa: RUF012
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        # Never reached, since no instruction that asks for it is admitted: the second lock on the door.
+        # Not reachable, because no supported instruction calls it: a second line of defence.
         raise KeyError(pickle.GLOBAL[0])
 
 
-def fail(path: str, found: str, needed: str, do: str) -> NoReturn:
-    """One way to say what is wrong with a file."""
-    raise DataError(f"{path}: found {found}; needed {needed}. {do}")
+def fail(path: str, problem: str, needed: str, do: str) -> NoReturn:
+    """Raise an error that says what is wrong with a file."""
+    raise DataError(f"{path}: found {problem}; needed {needed}. {do}")
 
 
 def read_bytes(path: str) -> bytes:
@@ -72,8 +72,8 @@ def load_numbers(path: str) -> dict[object, object]:
             fail(path, f"a pickle of other values (instruction {code:#04x})", needed, again)
         fail(path, "a file that is no pickle, or a broken one", needed, again)
     except Exception as error:  # a broken pickle can fail in any way
-        found = f"a truncated or broken pickle ({type(error).__name__}: {str(error)[:80]})"
-        fail(path, found, needed, "Copy or download it again.")
+        problem = f"a truncated or broken pickle ({type(error).__name__}: {str(error)[:80]})"
+        fail(path, problem, needed, "Copy or download it again.")
     if not isinstance(value, dict) or not value:
         fail(path, "an empty dict" if value == {} else f"a {type(value).__name__}", needed, again)
     return value

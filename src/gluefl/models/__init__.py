@@ -28,16 +28,16 @@ NAMES: dict[str, Callable[..., nn.Module]] = {
 def build(name: str, classes: int = 62, channels: int = 3, **options: object) -> nn.Module:
     """A fresh model by its name: `build("resnet34", classes=35, channels=1, stem="3x3")`.
 
-    The weights come from torch's own generator: seed it, inside `torch.random.fork_rng()`, for a start that
-    can be repeated.
+    The weights are drawn from torch's global generator: seed it, inside `torch.random.fork_rng()`, for reproducible
+    weights.
     """
     if name not in NAMES:
         raise UsageError(f"unknown model {name!r}{nearest(name, NAMES)}. Known models: {', '.join(NAMES)}")
-    known = option_names(name)
+    valid = option_names(name)
     for option in options:
-        if option not in known:
-            has = f"It takes: {', '.join(known)}" if known else "It takes none"
-            raise UsageError(f"model {name!r} has no option {option!r}{nearest(option, known)}. {has}")
+        if option not in valid:
+            has = f"It takes: {', '.join(valid)}" if valid else "It takes none"
+            raise UsageError(f"model {name!r} has no option {option!r}{nearest(option, valid)}. {has}")
     for label, count in (("classes", classes), ("channels", channels)):
         if not isinstance(count, int) or count < 1:
             raise UsageError(f"model {name!r} needs {label} to be a whole number from 1 up, found {count!r}")
@@ -45,5 +45,5 @@ def build(name: str, classes: int = 62, channels: int = 3, **options: object) ->
 
 
 def option_names(name: str) -> tuple[str, ...]:
-    """What a model takes besides classes and channels: `option_names("mlp")` is `("side", "hidden")`."""
+    """The options of a model besides classes and channels: `option_names("mlp")` is `("side", "hidden")`."""
     return tuple(inspect.signature(NAMES[name]).parameters)[2:]

@@ -19,9 +19,9 @@ def char_lstm(
     torch's fused LSTM cannot be stacked by vmap, so clients are trained one after the other; with
     `unrolled=True` it is an explicit loop over time with the same weights, slower alone but stackable.
     """
-    for label, found in (("embedding", embedding), ("hidden", hidden), ("layers", layers)):
-        if not isinstance(found, int) or found < 1:
-            raise UsageError(f"model 'char_lstm' needs {label} to be a whole number from 1 up, found {found!r}")
+    for label, count in (("embedding", embedding), ("hidden", hidden), ("layers", layers)):
+        if not isinstance(count, int) or count < 1:
+            raise UsageError(f"model 'char_lstm' needs {label} to be a whole number from 1 up, found {count!r}")
     return CharLSTM(classes, embedding, hidden, layers, unrolled)
 
 
@@ -44,7 +44,7 @@ class CharLSTM(nn.Module):
 
 
 def _last_output_unrolled(lstm: nn.LSTM, x: Tensor) -> Tensor:
-    """What `lstm(x)[0][:, -1]` is, written with operations that vmap knows."""
+    """`lstm(x)[0][:, -1]`, written with operations that vmap supports."""
     state = x
     for layer in range(lstm.num_layers):
         weight, recurrent, bias, recurrent_bias = (

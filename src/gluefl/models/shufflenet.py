@@ -80,8 +80,8 @@ def _branch(inputs: int, width: int, stride: int) -> nn.Sequential:
 
 
 def _shuffle(left: Tensor, right: Tensor) -> Tensor:
-    """Interleave the channels, l0 r0 l1 r1 …: the concatenation shuffled in two groups, in one step. With the channels
-    last, as every trainer keeps them: otherwise the next layer would have to turn them round again."""
+    """Interleave the channels, l0 r0 l1 r1 …: the concatenation shuffled in two groups, in one step. The result is
+    channels-last like the inputs of every trainer; otherwise the next layer would have to convert it."""
     return torch.stack((left.movedim(1, -1), right.movedim(1, -1)), dim=-1).flatten(-2).movedim(-1, 1)
 
 

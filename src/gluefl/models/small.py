@@ -45,8 +45,8 @@ def leaf_cnn(classes: int, channels: int, side: int = 28) -> nn.Module:
 def small_cnn(classes: int, channels: int, side: int = 28, width: int = 20) -> nn.Module:
     """Three strided convolutions with BatchNorm and a linear head: the demo's model, 116 thousand parameters.
 
-    Strides instead of pooling halve the time of a step on a CPU; the head sees places, not their mean,
-    because characters are told apart by where a stroke is.
+    Strides instead of pooling halve the time of a step on a CPU; the head reads positions instead of
+    their mean, because characters differ in the positions of their strokes.
     """
     _at_least("small_cnn", "side", side, 1)
     _at_least("small_cnn", "width", width, 1)
@@ -70,6 +70,6 @@ def _halving(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
     return nn.Sequential(layers)
 
 
-def _at_least(model: str, option: str, found: object, least: int) -> None:
-    if not isinstance(found, int) or found < least:
-        raise UsageError(f"model {model!r} needs {option} to be a whole number from {least} up, found {found!r}")
+def _at_least(model: str, option: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise UsageError(f"model {model!r} needs {option} to be a whole number from {least} up, found {value!r}")

@@ -1,4 +1,4 @@
-"""Who owns which data: a population is a number of clients and the samples each of them holds."""
+"""Populations: a number of clients, and the samples that each of them owns."""
 
 import importlib
 import inspect
@@ -22,10 +22,10 @@ class Samples:
 
 
 class Population(Protocol):
-    """What training needs to know of the data. Any object that answers this is a population.
+    """The interface of the data for training. Any object with these members is a population.
 
-    `inputs` stay raw (uint8 where possible) until `transform` turns a batch into what the model takes, on
-    whatever device the batch lies: data can live on a GPU at a quarter of the size.
+    `inputs` stay raw (uint8 where possible) until `transform` converts a batch into model inputs, on the device of
+    the batch: data on a GPU take a quarter of the memory.
     """
 
     @property
@@ -44,11 +44,11 @@ class Population(Protocol):
         ...
 
     def size(self, client: int) -> int:
-        """How many training samples a client holds, without making them."""
+        """The number of training samples of a client, without generating or decoding them."""
         ...
 
     def train(self, client: int) -> Samples:
-        """The training samples of one client. Several threads may ask at once, each for another client."""
+        """The training samples of one client. Threads may call it concurrently for different clients."""
         ...
 
     def test(self) -> Samples:
@@ -56,7 +56,7 @@ class Population(Protocol):
         ...
 
     def transform(self, inputs: Tensor) -> Tensor:
-        """Raw inputs to model inputs (float32, normalised), on the device they are on; the same ones every time."""
+        """Raw inputs to model inputs (float32, normalised), on their device; deterministic."""
         ...
 
 
@@ -78,19 +78,19 @@ LOADERS = {
 def build(name: str, clients: int | None = None, seed: int = 0, **options: object) -> Population:
     """A population by its name: `build("mnist_writers", path="mnist_by_writer.npz", clients=100, skew=0.3)`.
 
-    `clients` is their number: as many as are made, or the first so many of those the data have.
+    `clients` is the number of clients to generate, or to take from the data in their order.
     """
     if name not in LOADERS:
         raise UsageError(f"unknown population {name!r}{nearest(name, LOADERS)}. Known: {', '.join(LOADERS)}")
     module, _, attribute = LOADERS[name].partition(":")
     loader = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
-    known = inspect.signature(loader).parameters
+    valid = inspect.signature(loader).parameters
     for option, value in options.items():
-        if option not in known:
+        if option not in valid:
             raise UsageError(
-                f"population {name!r} has no option {option!r}{nearest(option, known)}. It takes: {', '.join(known)}"
+                f"population {name!r} has no option {option!r}{nearest(option, valid)}. It takes: {', '.join(valid)}"
             )
-        _check_type(name, option, value, known[option].default)
+        _check_type(name, option, value, valid[option].default)
     if clients is not None:
         _check_type(name, "clients", clients, 1)
         options["clients"] = clients

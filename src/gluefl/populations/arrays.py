@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from gluefl.errors import DataError, UsageError
 from gluefl.populations import files
-from gluefl.populations.grouped import Grouped, dealt, grouped, source
+from gluefl.populations.grouped import Grouped, Selection, dealt, grouped, source
 
 HOW = "np.savez(path, inputs=…, labels=…, owners=…), or inputs.npy, labels.npy and owners.npy in a folder"
 NAMES = ("inputs", "labels", "owners", "test", "test_inputs", "test_labels")
@@ -63,18 +63,20 @@ def load(
     x = np.moveaxis(x, -1, 1) if channels_last and x.ndim == 4 else x
     who, held = named.get("owners", np.zeros(len(y), np.int32)), named.get("test", np.zeros(len(y), bool))
     _check(x, y, who, held, where)
-    found = source(x, y, who, held.astype(bool), test_is_owned=not apart)
+    data = source(x, y, who, held.astype(bool), test_is_owned=not apart)
     if partition is not None:
-        found, clients = dealt(found, partition, clients, seed, alpha, shards_per_client), None
+        data, clients = dealt(data, partition, clients, seed, alpha, shards_per_client), None
     return grouped(
-        found,
+        data,
         where,
-        int(y.max()) + 1 if classes is None else classes,
-        clients=clients,
-        seed=seed,
-        min_samples=1 if partition is not None else min_samples,
-        held_out=held_out or ("official" if held.any() else "samples"),
-        test_fraction=test_fraction,
+        Selection(
+            clients=clients,
+            seed=seed,
+            min_samples=1 if partition is not None else min_samples,
+            held_out=held_out or ("official" if held.any() else "samples"),
+            test_fraction=test_fraction,
+        ),
+        classes=int(y.max()) + 1 if classes is None else classes,
         channels=channels,
         tokens=tokens,
     )
@@ -98,7 +100,7 @@ def _with_test_set(named: dict[str, NDArray[Any]], where: object) -> dict[str, N
         return {
             "inputs": np.concatenate([named["inputs"], named["test_inputs"]]),
             "labels": np.concatenate([named["labels"], named["test_labels"]]),
-            "owners": np.concatenate([owners, np.repeat(owners[:1], sizes[1])]),  # nobody's: a filler
+            "owners": np.concatenate([owners, np.repeat(owners[:1], sizes[1])]),  # placeholders
             "test": np.repeat([False, True], sizes),
         }
     except ValueError as error:

@@ -1,5 +1,5 @@
-"""Decoded data under the user's cache folder: read once, then memory-mapped, so that resident memory grows
-with the clients touched. GLUEFL_CACHE names another folder; everything in it may be deleted at any time."""
+"""Decoded data in the user's cache folder: decoded once, then memory-mapped, so that resident memory grows with the
+clients that are used. GLUEFL_CACHE names another folder; its content may be deleted at any time."""
 
 import hashlib
 import json
@@ -21,14 +21,14 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def folder() -> Path:
-    """Where the cache lies: GLUEFL_CACHE, or gluefl under XDG_CACHE_HOME or ~/.cache."""
+    """The cache folder: GLUEFL_CACHE, or gluefl under XDG_CACHE_HOME or ~/.cache."""
     if own := os.environ.get("GLUEFL_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gluefl"
 
 
 def cached(name: str, sources: Iterable[Path], options: Mapping[str, object], make: Callable[[], Arrays]) -> Arrays:
-    """What `make()` returns, memory-mapped, made only when the sources or the options changed."""
+    """The result of `make()`, memory-mapped; computed only if the sources or the options have changed."""
     paths = [source.resolve() for source in sources]
     key = _digest([FORMAT, [str(path) for path in paths], dict(options)])
     place = folder() / f"{name}-{key}"
@@ -68,7 +68,7 @@ def _write(place: Path, home: Path, arrays: Arrays) -> None:
             os.rename(temporary, home)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in place.iterdir():  # of a source that has changed since; who has it mapped keeps it
+    for old in place.iterdir():  # of an older version of the source; processes that have mapped it keep it
         if old != home and not old.name.startswith("writing-"):
             shutil.rmtree(old, ignore_errors=True)
 
@@ -76,8 +76,8 @@ def _write(place: Path, home: Path, arrays: Arrays) -> None:
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
     """Name, size and time of a file, or of every file below a folder."""
     if path.is_file():
-        found = path.stat()
-        return [(path.name, found.st_size, found.st_mtime_ns)]
+        status = path.stat()
+        return [(path.name, status.st_size, status.st_mtime_ns)]
     stamps, folders = [], [str(path)]
     while folders:
         with os.scandir(folders.pop()) as entries:  # os.walk would stat every file twice
@@ -85,8 +85,8 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
                 if entry.is_dir():
                     folders.append(entry.path)
                 else:
-                    found = entry.stat()
-                    stamps.append((entry.path, found.st_size, found.st_mtime_ns))
+                    status = entry.stat()
+                    stamps.append((entry.path, status.st_size, status.st_mtime_ns))
     return sorted(stamps)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gluefl.errors import DataError, MissingExtra
 from gluefl.populations import files
-from gluefl.populations.grouped import Grouped, Source, cached_source, grouped, source
+from gluefl.populations.grouped import Grouped, Selection, Source, cached_source, grouped, source
 
 HOW = (
     "hf download flwrlabs/femnist --repo-type dataset --local-dir femnist, and path = that folder; or in "
@@ -44,21 +44,23 @@ def load(
     """
     root = files.find(path, "femnist", HOW)
     files.check_channels(channels)
-    found = cached_source(
+    data = cached_source(
         "femnist",
         [root],
         {"skip_broken": skip_broken},
         lambda: _read(root, files.Broken(skip_broken), progress),
     )
     return grouped(
-        found,
+        data,
         root,
-        len(LABELS),
-        clients=clients,
-        seed=seed,
-        min_samples=min_samples,
-        held_out=held_out or ("official" if found.official.any() else "samples"),
-        test_fraction=test_fraction,
+        Selection(
+            clients=clients,
+            seed=seed,
+            min_samples=min_samples,
+            held_out=held_out or ("official" if data.official.any() else "samples"),
+            test_fraction=test_fraction,
+        ),
+        classes=len(LABELS),
         channels=channels,
         label_names=LABELS,
     )
@@ -98,19 +100,19 @@ def _leaf(file: Path, test: bool, broken: files.Broken) -> Iterator[Part]:
         content = json.loads(file.read_bytes())
         users = [(user, content["user_data"][user]) for user in content["users"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        broken.found(file, f"not a LEAF JSON file ({type(error).__name__}: {error})")
+        broken.report(file, f"not a LEAF JSON file ({type(error).__name__}: {error})")
         return
     for user, data in users:
         where = f"{file}, user {user}"
         try:
             pixels, labels = np.asarray(data["x"], np.float32), np.asarray(data["y"], np.int64)
         except (ValueError, KeyError, TypeError) as error:
-            broken.found(where, f"x and y are not arrays of numbers ({error})")
+            broken.report(where, f"x and y are not arrays of numbers ({error})")
             continue
         if not len(labels):
-            broken.found(where, "has no samples")
+            broken.report(where, "has no samples")
         elif pixels.shape != (len(labels), SIDE * SIDE) or not (np.abs(pixels - 0.5) <= 0.5).all():
-            broken.found(where, f"x is {pixels.shape}, not {len(labels)} images of 784 numbers in 0…1")
+            broken.report(where, f"x is {pixels.shape}, not {len(labels)} images of 784 numbers in 0…1")
         else:
             images = np.rint(pixels * 255).astype(np.uint8).reshape(-1, SIDE, SIDE)
             good = _in_range(labels, where, broken)
@@ -130,7 +132,7 @@ def _parquet(file: Path, broken: files.Broken) -> Iterator[Part]:
         for batch in batches:
             yield from _batch(file, batch.to_pydict(), broken)
     except (OSError, pyarrow.ArrowException, KeyError) as error:
-        broken.found(file, f"not a parquet file with image, writer_id and character ({error})")
+        broken.report(file, f"not a parquet file with image, writer_id and character ({error})")
 
 
 def _batch(file: Path, columns: dict[str, list[object]], broken: files.Broken) -> Iterator[Part]:
@@ -143,20 +145,20 @@ def _batch(file: Path, columns: dict[str, list[object]], broken: files.Broken) -
             if pixels.shape != (SIDE, SIDE):
                 raise ValueError(f"is {pixels.shape}, not {SIDE}×{SIDE}")
         except (OSError, ValueError, TypeError, KeyError) as error:
-            broken.found(where, f"an image does not decode ({error})")
+            broken.report(where, f"an image does not decode ({error})")
             continue
         images.setdefault(str(writer), []).append(pixels)
         labels.setdefault(str(writer), []).append(-1 if label is None else int(label))  # type: ignore[call-overload]
-    for writer, found in images.items():
+    for writer, written in images.items():
         numbers = np.array(labels[writer], np.int64)
         good = _in_range(numbers, f"{file}, writer {writer}", broken)
-        yield writer, np.stack(found)[good], numbers[good], False
+        yield writer, np.stack(written)[good], numbers[good], False
 
 
 def _in_range(labels: NDArray[np.int64], where: str, broken: files.Broken) -> NDArray[np.bool_]:
     good = (labels >= 0) & (labels < len(LABELS))
     for label in labels[~good]:
-        broken.found(where, f"the label {label} is outside 0…{len(LABELS) - 1}")
+        broken.report(where, f"the label {label} is outside 0…{len(LABELS) - 1}")
     return good
 
 

@@ -1,4 +1,4 @@
-"""Opening what a user points at: where it lies, how to get it when it does not, what is wrong with it."""
+"""Opening the files of a user: where they are, how to get missing ones, what is wrong with broken ones."""
 
 import io
 import os
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gluefl.errors import DataError, MissingExtra, UsageError
 
-Progress = Callable[[int, int], None]  # how many are done, of how many
+Progress = Callable[[int, int], None]  # items done, items in total
 
 
 def find(path: str | os.PathLike[str] | None, population: str, how: str) -> Path:
@@ -30,7 +30,7 @@ def find(path: str | os.PathLike[str] | None, population: str, how: str) -> Path
 
 
 def need(path: Path, population: str, how: str) -> Path:
-    """A file that must lie inside what the user points at."""
+    """A file that the user's folder must contain."""
     if not path.exists():
         raise DataError(f"{path} is missing; population {population!r} reads it. To get it: {how}")
     return path
@@ -38,13 +38,13 @@ def need(path: Path, population: str, how: str) -> Path:
 
 @dataclass
 class Broken:
-    """What to do with a broken sample: refuse it, or count it and go on."""
+    """The treatment of broken samples: an error, or a count."""
 
     skip: bool
     count: int = 0
 
-    def found(self, where: object, reason: object) -> None:
-        """Report one; raises unless broken samples are to be skipped."""
+    def report(self, where: object, reason: object) -> None:
+        """Report a broken sample; raises unless broken samples are skipped."""
         if not self.skip:
             raise DataError(f"{where}: {reason}. Repair or remove it, or set skip_broken = true")
         self.count += 1
@@ -55,7 +55,7 @@ def read_npz(path: Path, needed: tuple[str, ...]) -> dict[str, NDArray[Any]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except Exception as error:  # a damaged archive raises whatever zipfile, zlib or numpy meet first
+    except Exception as error:  # a damaged archive raises errors of zipfile, zlib or numpy
         raise DataError(f"{path}: not a readable npz file ({error})") from error
     if missing := [name for name in needed if name not in arrays]:
         raise DataError(f"{path}: has the arrays {sorted(arrays)}, but {missing} are needed")
@@ -63,7 +63,7 @@ def read_npz(path: Path, needed: tuple[str, ...]) -> dict[str, NDArray[Any]]:
 
 
 def decode_image(source: Path | bytes, channels: int, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-    """An image as (H, W) grey or (3, H, W) colour bytes, resized to (H, W) where asked.
+    """An image as (H, W) grey or (3, H, W) colour bytes, resized to `size` if it is given.
 
     Raises ValueError or OSError with the reason when it does not decode.
     """

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from gluefl.errors import DataError, UsageError
 from gluefl.populations import files
 from gluefl.populations import partition as schemes
-from gluefl.populations.grouped import Grouped, Source, cached_source, dealt, grouped, source
+from gluefl.populations.grouped import Grouped, Selection, Source, cached_source, dealt, grouped, source
 
 HOW = "put one folder per client at the path, in it one folder per label with the images"
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
-NOBODY = ""  # owns the images of test/
+NO_OWNER = ""  # of the images of test/
 
 
 def load(
@@ -48,41 +48,43 @@ def load(
     labels = tuple(sorted({label for _, label, _ in images}))
     options = {"channels": channels, "image_size": image_size, "skip_broken": skip_broken}
     options["by_client"] = partition is None
-    found = cached_source(
+    data = cached_source(
         "folder",
         [root],
         options,
         lambda: _read(root, images, labels, channels, image_size, files.Broken(skip_broken), progress),
     )
-    found = dataclasses.replace(found, skipped=found.skipped + empty.count)
+    data = dataclasses.replace(data, skipped=data.skipped + empty.count)
     if partition is not None:
-        found, clients = dealt(found, partition, clients, seed, alpha, shards_per_client), None
+        data, clients = dealt(data, partition, clients, seed, alpha, shards_per_client), None
     return grouped(
-        found,
+        data,
         root,
-        len(labels),
-        clients=clients,
-        seed=seed,
-        min_samples=1 if partition is not None else min_samples,
-        held_out=held_out or ("official" if found.official.any() else "samples"),
-        test_fraction=test_fraction,
+        Selection(
+            clients=clients,
+            seed=seed,
+            min_samples=1 if partition is not None else min_samples,
+            held_out=held_out or ("official" if data.official.any() else "samples"),
+            test_fraction=test_fraction,
+        ),
+        classes=len(labels),
         channels=channels,
         label_names=labels,
     )
 
 
 def _list(root: Path, by_client: bool, broken: files.Broken) -> list[tuple[str, str, Path]]:
-    """Client, label and file of every image; the test images belong to nobody."""
+    """Client, label and file of every image; the test images have no owner."""
     split = (root / "train").is_dir() and (root / "test").is_dir()
     top = root / "train" if split else root
     images = []
     for client in _folders(top) if by_client else [top]:
         mine = [(client.name, label.name, file) for label in _folders(client) for file in _images(label)]
         if not mine:
-            broken.found(client, f"an empty client, no LABEL/image in it; {HOW}")
+            broken.report(client, f"an empty client, no LABEL/image in it; {HOW}")
         images += mine
     if split:
-        images += [(NOBODY, label.name, file) for label in _folders(root / "test") for file in _images(label)]
+        images += [(NO_OWNER, label.name, file) for label in _folders(root / "test") for file in _images(label)]
     if not images:
         raise DataError(f"{root}: holds no images; {HOW}")
     return images
@@ -108,7 +110,7 @@ def _read(
             pixels.append(array)
             kept.append(image)
         except (OSError, ValueError) as error:
-            broken.found(image[2], f"does not decode as an image ({error})")
+            broken.report(image[2], f"does not decode as an image ({error})")
         if progress and (done % 256 == 0 or done == len(images)):
             progress(done, len(images))
     if not kept:
@@ -118,7 +120,7 @@ def _read(
         np.stack(pixels),
         np.array([position[label] for _, label, _ in kept]),
         np.array([client for client, _, _ in kept]),
-        np.array([client == NOBODY for client, _, _ in kept]),
+        np.array([client == NO_OWNER for client, _, _ in kept]),
         broken.count,
         test_is_owned=False,
     )

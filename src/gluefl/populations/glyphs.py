@@ -1,18 +1,20 @@
-"""The default population: writers who never existed, with the letters and digits they wrote.
+"""The default population: generated writers, with the letters and digits they wrote.
 
-Nothing is downloaded and there may be any number of clients. A writer takes the centre lines of one or two
-fonts (`glyphs_atlas.npz`, drawn by tools/make_glyph_atlas.py) and bends them into a hand of their own: slant,
-size, aspect, pen, and a smooth warp for the whole hand and for each character of it. Each sample is then
-written a little differently. 62 classes, 28 x 28 grey pixels, unequal amounts, skewed labels, as in FEMNIST.
+Nothing is downloaded and the number of clients is not limited. A writer takes the centre lines of one or two
+fonts (`glyphs_atlas.npz`, drawn by tools/make_glyph_atlas.py) and distorts them into a hand of their own: slant,
+size, aspect, pen, and a smooth warp for the whole hand and for each character of it. Each sample then varies a little.
+62 classes, 28 x 28 grey pixels, unequal amounts, skewed labels, as in FEMNIST.
 
 The centre lines are those of fonts carried by matplotlib: DejaVu (Bitstream Vera licence), STIX (SIL Open
-Font License 1.1) and Computer Modern (BaKoMa Fonts Licence). Their names lie in the atlas, no font does.
+Font License 1.1) and Computer Modern (BaKoMa Fonts Licence). The atlas contains their names, and no font.
 """
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache, partial
 from importlib.resources import files
 from math import log
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +39,7 @@ HEIGHT = 20.0  # pixels, a capital H by a writer of middle size
 KNOTS = 4  # a warp is this many displacements a side, smoothly joined
 MEAN, DEVIATION = 0.15, 0.28  # of the pixels, measured once over some writers
 BLOCK = 4096  # clients whose sizes are drawn together
+BLOCKS = 1024  # blocks of sizes that are kept, 16 MB
 
 Floats = NDArray[np.float32]
 
@@ -50,6 +53,22 @@ class Atlas:
     middle: Floats  # (fonts, 62) the row of its middle, in grid_sample's [-1, 1]
     fonts: tuple[str, ...]
 
+    @classmethod
+    def shipped(cls) -> "Atlas":
+        """Read the atlas of the package."""
+        with files("gluefl.populations").joinpath("glyphs_atlas.npz").open("rb") as file:
+            stored = np.load(file, allow_pickle=False)
+            grey, fonts = stored["glyphs"], tuple(str(name) for name in stored["fonts"])
+        nearness = np.float32(STEP) * grey.astype(np.float32)
+        side = grey.shape[-1]
+        inked = nearness > REACH - 1
+        rows, columns = inked.any(axis=3), inked.any(axis=2)
+        top, foot = rows.argmax(axis=2), side - rows[..., ::-1].argmax(axis=2)
+        left, right = columns.argmax(axis=2), side - columns[..., ::-1].argmax(axis=2)
+        extent = np.maximum(foot - top, right - left).astype(np.float32)
+        middle = ((top + foot) / side - 1).astype(np.float32)
+        return cls(torch.from_numpy(nearness), extent, middle, fonts)
+
     @property
     def side(self) -> int:
         """Pixels a side."""
@@ -58,7 +77,7 @@ class Atlas:
 
 @dataclass(frozen=True)
 class Hand:
-    """What stays the same over all that one writer writes."""
+    """What all samples of one writer have in common."""
 
     font: NDArray[np.int64]  # (62,) which font each character takes after
     slant: float
@@ -77,8 +96,8 @@ class Hand:
 class Glyphs:
     """Generated writers: `Glyphs(clients=100).train(7)`. Client i depends on (seed, i) and the knobs only.
 
-    A client is made when first asked for, in about 3 ms on one core for 80 samples, and kept while the last
-    `cache_mb` of clients fit: the default population takes some 210 MB when all of it was visited.
+    A client is generated at its first use, in about 3 ms on one core for 80 samples, and kept while the clients used
+    last fit into `cache_mb`: all clients of the default population take about 210 MB.
     """
 
     clients: int = 2800  # N
@@ -108,6 +127,19 @@ class Glyphs:
             raise UsageError("the population glyphs cannot be made: " + "; ".join(wrong))
         object.__setattr__(self, "shelf", Shelf(self.cache_mb * 2**20))
 
+    @cached_property
+    def atlas(self) -> Atlas:
+        """The centre lines, read once."""
+        return Atlas.shipped()
+
+    @cached_property
+    def _sizes(self) -> Callable[[int], NDArray[np.int32]]:
+        return lru_cache(BLOCKS)(partial(sizes, self.seed, self.median_samples))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The options and an empty shelf, without the atlas: a copy in another process reads its own."""
+        return {option.name: getattr(self, option.name) for option in fields(self)}
+
     @property
     def classes(self) -> int:
         """The characters 0-9, A-Z, a-z, in this order."""
@@ -119,10 +151,10 @@ class Glyphs:
         return (1, SIDE, SIDE)
 
     def size(self, client: int) -> int:
-        """How many samples a client holds; a table look-up."""
+        """The number of samples of a client: a table look-up."""
         if not 0 <= client < self.clients:
             raise UsageError(f"client {client} of glyphs: the clients are 0 to {self.clients - 1}")
-        return int(sizes(self.seed, self.median_samples, client // BLOCK)[client % BLOCK])
+        return int(self._sizes(client // BLOCK)[client % BLOCK])
 
     def train(self, client: int) -> Samples:
         """The samples of one client, uint8 of (size, 28, 28)."""
@@ -131,13 +163,12 @@ class Glyphs:
         def make() -> Samples:
             rng = stream(self.seed, "glyphs client", client)
             labels = draw_labels(rng, count, self.label_skew)
-            pictures = write(rng, draw_hand(rng, self.difficulty), labels, self.difficulty)
-            return Samples(pictures, torch.from_numpy(labels))
+            return Samples(self._write(rng, labels), torch.from_numpy(labels))
 
         return self.shelf.get(client, make)
 
     def test(self) -> Samples:
-        """As many samples of every class, by writers who are not clients; ten by each of them."""
+        """The same number of samples of every class, by writers who are not clients, ten samples each."""
         return self.shelf.get(-1, self._make_test)
 
     def transform(self, inputs: Tensor) -> Tensor:
@@ -151,32 +182,18 @@ class Glyphs:
         for writer, start in enumerate(range(0, count, TEST_LINE)):
             rng = stream(self.seed, "glyphs test writer", writer)
             line = labels[start : start + TEST_LINE]
-            pictures.append(write(rng, draw_hand(rng, self.difficulty), line, self.difficulty))
+            pictures.append(self._write(rng, line))
         return Samples(torch.cat(pictures), torch.from_numpy(labels))
 
+    def _write(self, rng: np.random.Generator, labels: NDArray[np.int64]) -> Tensor:
+        hand = draw_hand(rng, len(self.atlas.fonts), self.difficulty)
+        return write(rng, self.atlas, hand, labels, self.difficulty)
 
-@lru_cache(maxsize=1024)
+
 def sizes(seed: int, median: int, block: int) -> NDArray[np.int32]:
-    """The samples of BLOCK clients, log-normal: drawn together, for a stream per client would cost 20 us."""
+    """The samples of BLOCK clients, log-normal: drawn together, because a stream per client would take 20 µs each."""
     normal = stream(seed, "glyphs sizes", block).standard_normal(BLOCK)
     return np.clip(np.rint(np.exp(log(median) + SPREAD * normal)), FEWEST, MOST).astype(np.int32)
-
-
-@lru_cache(maxsize=1)
-def atlas() -> Atlas:
-    """The atlas of the package, read once."""
-    with files("gluefl.populations").joinpath("glyphs_atlas.npz").open("rb") as file:
-        stored = np.load(file, allow_pickle=False)
-        grey, fonts = stored["glyphs"], tuple(str(name) for name in stored["fonts"])
-    nearness = np.float32(STEP) * grey.astype(np.float32)
-    side = grey.shape[-1]
-    inked = nearness > REACH - 1
-    rows, columns = inked.any(axis=3), inked.any(axis=2)
-    top, foot = rows.argmax(axis=2), side - rows[..., ::-1].argmax(axis=2)
-    left, right = columns.argmax(axis=2), side - columns[..., ::-1].argmax(axis=2)
-    extent = np.maximum(foot - top, right - left).astype(np.float32)
-    middle = ((top + foot) / side - 1).astype(np.float32)
-    return Atlas(torch.from_numpy(nearness), extent, middle, fonts)
 
 
 def draw_labels(rng: np.random.Generator, count: int, label_skew: float) -> NDArray[np.int64]:
@@ -185,9 +202,9 @@ def draw_labels(rng: np.random.Generator, count: int, label_skew: float) -> NDAr
     return rng.choice(len(CHARACTERS), size=count, p=shares)
 
 
-def draw_hand(rng: np.random.Generator, difficulty: float) -> Hand:
-    """A writer. Of two fonts, the first gives most of the characters."""
-    first, second = rng.integers(len(atlas().fonts), size=2)
+def draw_hand(rng: np.random.Generator, fonts: int, difficulty: float) -> Hand:
+    """A writer with two of the fonts; most characters come from the first."""
+    first, second = rng.integers(fonts, size=2)
     second_share = rng.uniform(0, 0.5)
     slant, rotation, size, aspect, pen, noise = difficulty * rng.standard_normal(6)
     fit, soft, ink = rng.uniform(size=3)
@@ -208,11 +225,11 @@ def draw_hand(rng: np.random.Generator, difficulty: float) -> Hand:
     )
 
 
-def write(rng: np.random.Generator, hand: Hand, labels: NDArray[np.int64], difficulty: float) -> Tensor:
-    """Some characters by one hand, uint8 of (n, 28, 28), in a single look-up into the atlas."""
+def write(rng: np.random.Generator, atlas: Atlas, hand: Hand, labels: NDArray[np.int64], difficulty: float) -> Tensor:
+    """Characters in one hand, uint8 of (n, 28, 28), with a single look-up into the atlas."""
     n = len(labels)
     fonts = hand.font[labels]
-    extent, middle = atlas().extent[fonts, labels], atlas().middle[fonts, labels]
+    extent, middle = atlas.extent[fonts, labels], atlas.middle[fonts, labels]
     jitter = np.float32(difficulty) * rng.standard_normal((7, n), dtype=np.float32)
     shake = np.float32(0.7 * difficulty) * rng.standard_normal((n, 2, KNOTS, KNOTS), np.float32)
     noise = rng.standard_normal((n, SIDE, SIDE), np.float32)
@@ -226,13 +243,13 @@ def write(rng: np.random.Generator, hand: Hand, labels: NDArray[np.int64], diffi
     xx, xy = (cos + lean * sin) / wide, (sin - lean * cos) / wide
     yx, yy = -sin * wide, cos * wide
     grid = bent(torch.from_numpy(hand.warp[labels] + shake + 0.8 * jitter[4:6].T[:, :, None, None]))
-    matrix = np.stack([xx, xy, yx, yy]) * (scale * 2 / atlas().side)
+    matrix = np.stack([xx, xy, yx, yy]) * (scale * 2 / atlas.side)
     a, b, c, d = torch.from_numpy(matrix.astype(np.float32))[:, :, None, None]
     x, y = grid[:, 0], grid[:, 1]
     up = torch.from_numpy(middle)[:, None, None]
     where = torch.stack([a * x + b * y, c * x + d * y + up], dim=3)
 
-    cells = atlas().nearness[fonts, labels].unsqueeze(1)
+    cells = atlas.nearness[fonts, labels].unsqueeze(1)
     distance = REACH - grid_sample(cells, where, align_corners=False).squeeze(1)  # far away beyond the cell
     pen = torch.from_numpy((hand.pen * np.exp(0.1 * jitter[6])).astype(np.float32))[:, None, None]
     pixels = torch.from_numpy(scale.astype(np.float32))[:, None, None]
@@ -242,7 +259,7 @@ def write(rng: np.random.Generator, hand: Hand, labels: NDArray[np.int64], diffi
 
 
 def bent(warp: Tensor) -> Tensor:
-    """Where each pixel looks, in pixels from the middle: the plain grid plus a smooth displacement."""
+    """The position that each pixel reads, in pixels from the centre: the regular grid plus a smooth displacement."""
     axis = torch.arange(SIDE) - (SIDE - 1) / 2
     plain = torch.stack(torch.meshgrid(axis, axis, indexing="xy"))
     return plain + interpolate(warp, size=(SIDE, SIDE), mode="bicubic", align_corners=True)

@@ -1,9 +1,10 @@
-"""The population most loaders return: arrays, and for every client the rows it owns. A loader only reads its
-format into a `Source`; filtering, holding out and skew are done here, on row numbers, so that the arrays
-themselves can stay on disk."""
+"""The population that most loaders return: arrays, and for every client the rows it owns.
+
+A loader reads its format into a `Source`. Filtering, holding out and skew are done here, on row numbers, so that the
+arrays themselves can stay on disk.
+"""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +17,21 @@ from torch import Tensor
 
 from gluefl.errors import DataError, UsageError
 from gluefl.populations import Samples, cache, partition
+from gluefl.populations.moments import moments, standardised
 from gluefl.randomness import stream
 
 HELD_OUT = ("official", "samples", "clients")
-MEASURED = 10_000  # samples over which mean and deviation are measured, at most
-CHUNK = 2**16  # values that are made float64 at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """All samples of a data set as its reader found them, and who owns each."""
+    """All samples of a data set as they were read, and the owner of each."""
 
     inputs: NDArray[Any]  # (M, H, W) grey or (M, C, H, W) colour bytes, (M, T) tokens, or float features
     labels: NDArray[Any]  # (M,)
-    owners: NDArray[Any]  # (M,) positions in `names`, −1 for what belongs to nobody
+    owners: NDArray[Any]  # (M,) positions in `names`, −1 for samples without an owner
     names: NDArray[Any]  # of the clients, in order
-    official: NDArray[Any]  # (M,) bool: in the test set that the data come with
+    official: NDArray[Any]  # (M,) bool: in the test set of the data
     mean: NDArray[Any]  # of the raw inputs, one number or one per channel
     std: NDArray[Any]
     skipped: int = 0
@@ -60,7 +60,7 @@ class Grouped:
         return len(self.offsets) - 1
 
     def size(self, client: int) -> int:
-        """How many training samples a client holds."""
+        """The number of training samples of a client."""
         return int(self.offsets[client + 1] - self.offsets[client])
 
     def train(self, client: int) -> Samples:
@@ -86,14 +86,6 @@ class Grouped:
         return Samples(torch.from_numpy(inputs), torch.from_numpy(self.labels[rows].astype(np.int64)))
 
 
-def standardised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...], axis: int) -> Tensor:
-    """(x − mean) / std per channel, with plain numbers: nothing is copied to the device on the way."""
-    if len(mean) == 1:
-        return (x - mean[0]) / std[0]
-    parts = torch.split(x, 1, dim=axis)
-    return torch.cat([(part - m) / s for part, m, s in zip(parts, mean, std)], dim=axis)
-
-
 def source(
     inputs: NDArray[Any],
     labels: NDArray[Any],
@@ -104,12 +96,12 @@ def source(
 ) -> Source:
     """Samples with the id of their client: the clients are the distinct ids, in order.
 
-    Where the official test set is nobody's, no client gets its samples, whatever else is held out.
+    If the official test set has no owners, no client gets its samples, whatever else is held out.
     """
     owned = np.ones(len(ids), bool) if test_is_owned or official is None else ~official
     owners = np.full(len(ids), -1, np.int32)
     names, owners[owned] = np.unique(ids[owned], return_inverse=True)
-    mean, std = _moments(inputs)
+    mean, std = moments(inputs)
     if not (np.isfinite(mean).all() and np.isfinite(std).all()):
         raise DataError("the inputs hold numbers that are not finite (NaN or infinity)")
     official = np.zeros(len(labels), bool) if official is None else official
@@ -119,7 +111,7 @@ def source(
 def cached_source(
     name: str, sources: Iterable[Path], options: Mapping[str, object], make: Callable[[], Source]
 ) -> Source:
-    """A source through the cache, stored client after client so that a client's pages lie together."""
+    """A source through the cache, ordered by client so that the pages of a client are adjacent."""
 
     def arrays() -> cache.Arrays:
         made = make()
@@ -130,67 +122,77 @@ def cached_source(
             for name, value in vars(made).items()
         }
 
-    found = cache.cached(name, sources, options, arrays)
-    return Source(**{**found, "skipped": int(found["skipped"])})  # type: ignore[arg-type]
+    stored = cache.cached(name, sources, options, arrays)
+    return Source(**{**stored, "skipped": int(stored["skipped"])})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The clients of a population and its test set.
+
+    The first `clients` that own at least `min_samples` samples, counted before a share is held out. `held_out` is
+    "official" (the test set of the data, which belongs to no client), "samples" (a share of every client's samples)
+    or "clients" (all samples of a share of the clients).
+    """
+
+    clients: int | None
+    seed: int
+    min_samples: int
+    held_out: str
+    test_fraction: float
+
+    def __post_init__(self) -> None:
+        if self.held_out not in HELD_OUT:
+            raise UsageError(f"held_out must be one of {', '.join(HELD_OUT)}, found {self.held_out!r}")
+        if not 0 < self.test_fraction < 1:
+            raise UsageError(f"test_fraction must lie between 0 and 1, found {self.test_fraction}")
 
 
 def grouped(
-    found: Source,
+    data: Source,
     where: object,
-    classes: int,
+    selection: Selection,
     *,
-    clients: int | None,
-    seed: int,
-    min_samples: int,
-    held_out: str,
-    test_fraction: float,
+    classes: int,
     channels: int = 1,
     tokens: bool = False,
     label_names: tuple[str, ...] = (),
 ) -> Grouped:
-    """The clients that own at least `min_samples` of a source, the first `clients` of them, and a test set.
-
-    `held_out` is "official" (the test set the data come with, which belongs to no client), "samples" (a share
-    of every client's samples) or "clients" (all samples of a share of the clients). `min_samples` counts what
-    a client owns before a share is held out.
-    """
-    check_labels(found.labels, classes, where)
-    if held_out not in HELD_OUT:
-        raise UsageError(f"held_out must be one of {', '.join(HELD_OUT)}, found {held_out!r}")
-    if not 0 < test_fraction < 1:
-        raise UsageError(f"test_fraction must lie between 0 and 1, found {test_fraction}")
+    """The population of the selected clients of a source."""
+    check_labels(data.labels, classes, where)
+    held_out, min_samples, test_fraction = selection.held_out, selection.min_samples, selection.test_fraction
     official = held_out == "official"
-    if official and not found.official.any():
+    if official and not data.official.any():
         raise DataError(f'{where}: has no test set of its own; set held_out = "samples" or "clients"')
-    owned = np.flatnonzero((found.owners >= 0) & ~(found.official if official else False))
-    sizes = np.bincount(found.owners[owned], minlength=len(found.names))
+    owned = np.flatnonzero((data.owners >= 0) & ~(data.official if official else False))
+    sizes = np.bincount(data.owners[owned], minlength=len(data.names))
     kept = enough(sizes, min_samples)
-    rng = stream(seed, "held out")
+    rng = stream(selection.seed, "held out")
     aside = rng.permutation(kept)[: max(1, round(test_fraction * len(kept)))] if held_out == "clients" else kept[:0]
-    kept = first(np.setdiff1d(kept, aside), clients, f"{where} with at least {min_samples} samples")
+    kept = first(np.setdiff1d(kept, aside), selection.clients, f"{where} with at least {min_samples} samples")
     if held_out == "samples":
         # Draws do not depend on `clients`: a smaller population holds out the same samples.
-        test_rows = _share_of_each(owned, found.owners[owned], rng.random(len(owned)), sizes, test_fraction)
-        test_rows = test_rows[np.isin(found.owners[test_rows], kept)]
+        test_rows = _share_of_each(owned, data.owners[owned], rng.random(len(owned)), sizes, test_fraction)
+        test_rows = test_rows[np.isin(data.owners[test_rows], kept)]
         owned = np.setdiff1d(owned, test_rows, assume_unique=True)
     else:
-        test_rows = np.flatnonzero(found.official if official else np.isin(found.owners, aside))
+        test_rows = np.flatnonzero(data.official if official else np.isin(data.owners, aside))
     if not len(test_rows):
         raise DataError(f"{where}: nothing is left for a test set; raise test_fraction above {test_fraction}")
-    rows, offsets = _rows_of(kept, owned, found.owners, len(found.names))
+    rows, offsets = _rows_of(kept, owned, data.owners, len(data.names))
     return Grouped(
-        inputs=found.inputs,
-        labels=found.labels,
+        inputs=data.inputs,
+        labels=data.labels,
         rows=rows,
         offsets=offsets,
         test_rows=test_rows,
         classes=classes,
-        shape=_shape(found.inputs.shape[1:], channels, tokens),
-        mean=() if tokens else tuple(found.mean.tolist()),
-        std=() if tokens else tuple(found.std.tolist()),
-        names=tuple(found.names[kept].tolist()),
+        shape=_shape(data.inputs.shape[1:], channels, tokens),
+        mean=() if tokens else tuple(data.mean.tolist()),
+        std=() if tokens else tuple(data.std.tolist()),
+        names=tuple(data.names[kept].tolist()),
         label_names=label_names,
-        skipped=found.skipped,
+        skipped=data.skipped,
     )
 
 
@@ -207,15 +209,15 @@ def _share_of_each(
     return np.sort(rows[order[rank < np.repeat((sizes * share).astype(np.int64), sizes)]])
 
 
-def dealt(found: Source, kind: str, clients: int | None, seed: int, alpha: float, shards_per_client: int) -> Source:
-    """A source without clients of its own, dealt out to `clients` by a scheme of `partition`."""
+def dealt(data: Source, kind: str, clients: int | None, seed: int, alpha: float, shards_per_client: int) -> Source:
+    """A source without clients of its own, distributed over `clients` by a scheme of `partition`."""
     if clients is None:
-        raise UsageError(f"partition = {kind!r} needs clients = how many to make")
-    mine = np.flatnonzero(~found.official)
-    owners = np.full(len(found.labels), -1, np.int32)
+        raise UsageError(f"partition = {kind!r} needs clients = the number to make")
+    mine = np.flatnonzero(~data.official)
+    owners = np.full(len(data.labels), -1, np.int32)
     rng = stream(seed, "partition")
-    owners[mine] = partition.owners(kind, found.labels[mine], clients, rng, alpha, shards_per_client)
-    return dataclasses.replace(found, owners=owners, names=np.arange(clients).astype(np.str_))
+    owners[mine] = partition.owners(kind, data.labels[mine], clients, rng, alpha, shards_per_client)
+    return dataclasses.replace(data, owners=owners, names=np.arange(clients).astype(np.str_))
 
 
 def skewed(population: Grouped, alpha: float, keep: float, seed: int) -> Grouped:
@@ -237,7 +239,7 @@ def enough(sizes: NDArray[Any], min_samples: int) -> NDArray[np.int64]:
 
 
 def first(kept: NDArray[np.int64], clients: int | None, where: str) -> NDArray[np.int64]:
-    """The first `clients` of those that were kept; all of them for None."""
+    """The first `clients` of the kept ones; all of them for None."""
     if not len(kept):
         raise DataError(f"there are no clients in {where}: lower min_samples, or get more of the data")
     if clients is not None and not 1 <= clients <= len(kept):
@@ -259,7 +261,7 @@ def check_labels(labels: NDArray[Any], classes: int, where: object) -> None:
 def _rows_of(
     kept: NDArray[np.int64], owned: NDArray[np.int64], owners: NDArray[Any], total: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows of the kept clients, in their order, and where each begins."""
+    """The rows of the kept clients, in their order, and the offset of each client."""
     mine = owned[np.isin(owners[owned], kept)]
     rows = mine[np.argsort(owners[mine], kind="stable")]
     sizes = np.bincount(owners[mine], minlength=total)[kept]
@@ -267,28 +269,7 @@ def _rows_of(
 
 
 def _shape(single: tuple[int, ...], channels: int, tokens: bool) -> tuple[int, ...]:
-    """Of one transformed input: grey images get the channels asked for, all else stays as it is."""
+    """Of one transformed input: grey images get `channels` channels, other inputs keep their shape."""
     if tokens or len(single) not in (2, 3) or (len(single) == 3 and single[0] != 1):
         return single
     return (channels, *single[-2:])
-
-
-def _moments(inputs: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and deviation of the raw inputs, per channel for colour, over at most `MEASURED` samples."""
-    some = inputs[:: max(1, math.ceil(len(inputs) / MEASURED))]
-    mean = _average(some, lambda x: x)
-    # A second pass: from the sum of squares alone, inputs far from zero would lose their deviation to rounding.
-    std = np.sqrt(_average(some, lambda x: np.square(x - mean)))
-    return mean.reshape(-1), np.where(std > 0, std, 1.0).reshape(-1)
-
-
-def _average(inputs: NDArray[Any], of: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> NDArray[np.float64]:
-    """The average of a function of every value, per channel for colour, in a shape that fits the inputs.
-
-    Chunk by chunk: only a chunk is ever held as float64, eight times the size of bytes.
-    """
-    axes = (0, 2, 3) if inputs.ndim == 4 else tuple(range(inputs.ndim))
-    step = max(1, CHUNK // max(1, math.prod(inputs.shape[1:])))
-    chunks = (np.asarray(inputs[start : start + step], np.float64) for start in range(0, len(inputs), step))
-    sums = [of(chunk).sum(axis=axes, keepdims=True) for chunk in chunks]
-    return np.asarray(np.sum(sums, axis=0) / math.prod(inputs.shape[axis] for axis in axes))

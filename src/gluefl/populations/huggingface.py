@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gluefl.errors import DataError, UsageError
 from gluefl.populations import files
-from gluefl.populations.grouped import Grouped, dealt, grouped, source
+from gluefl.populations.grouped import Grouped, Selection, dealt, grouped, source
 
 SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk leaves behind
 
@@ -66,18 +66,20 @@ def load(
         raise DataError(f"the dataset holds no readable sample ({read.broken.count} broken)")
     names, numbers = _numbered(read.labels, parts[0][1], label_column)
     ids, official = read.ids(), np.array(read.official)
-    found = source(np.stack(read.inputs), numbers, ids, official, read.broken.count, test_is_owned=False)
+    data = source(np.stack(read.inputs), numbers, ids, official, read.broken.count, test_is_owned=False)
     if partition is not None:
-        found, clients = dealt(found, partition, clients, seed, alpha, shards_per_client), None
+        data, clients = dealt(data, partition, clients, seed, alpha, shards_per_client), None
     return grouped(
-        found,
+        data,
         "the dataset",
-        len(names),
-        clients=clients,
-        seed=seed,
-        min_samples=1 if partition is not None else min_samples,
-        held_out=held_out or ("official" if found.official.any() else "samples"),
-        test_fraction=test_fraction,
+        Selection(
+            clients=clients,
+            seed=seed,
+            min_samples=1 if partition is not None else min_samples,
+            held_out=held_out or ("official" if data.official.any() else "samples"),
+            test_fraction=test_fraction,
+        ),
+        classes=len(names),
         channels=channels or 1,
         tokens=tokens,
         label_names=names,
@@ -116,7 +118,7 @@ class _Read:
     official: list[bool] = field(default_factory=list)
 
     def part(self, rows: Any, number: int | None, official: bool) -> None:
-        """All rows of a partition, by its number, or of a dataset; those of an official test set belong to nobody."""
+        """All rows of a partition, by its number, or of a dataset; those of an official test set have no owner."""
         before = len(self.labels)
         owner_column = None if official else self.owner_column
         needed = filter(None, (self.input_column, self.label_column, owner_column))
@@ -124,7 +126,7 @@ class _Read:
             try:
                 array, label, owner = self._sample(row, owner_column, number)
             except (OSError, ValueError, TypeError, KeyError) as error:
-                self.broken.found(where, f"{self.input_column} {error}")
+                self.broken.report(where, f"{self.input_column} {error}")
                 continue
             self.inputs.append(array)
             self.labels.append(label)
@@ -132,7 +134,7 @@ class _Read:
             self.official.append(official)
         if len(self.labels) == before:
             where = "the dataset" if number is None else f"partition '{number}'"
-            self.broken.found(where, "an empty client, no sample in it")
+            self.broken.report(where, "an empty client, no sample in it")
 
     def ids(self) -> NDArray[Any]:
         """Who owns each row. What official rows get is a filler of the same type: text among numbers would make
@@ -163,7 +165,7 @@ def _opened(dataset: Any, split: str, test_split: str | None, test: Any) -> tupl
         try:
             saved = any((Path(dataset) / name).exists() for name in SAVED)
             dataset = datasets.load_from_disk(dataset) if saved else datasets.load_dataset(dataset)
-        except Exception as error:  # whatever the network, the hub or a loading script raise
+        except Exception as error:  # any error of the network, the hub or a loading script
             raise DataError(f"Hugging Face cannot open the dataset {str(dataset)!r}: {error}") from error
     if isinstance(dataset, Mapping):
         for name in filter(None, (split, test_split)):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gluefl.errors import DataError
 from gluefl.populations import files
-from gluefl.populations.grouped import Grouped, grouped, skewed, source
+from gluefl.populations.grouped import Grouped, Selection, grouped, skewed, source
 
 MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist"
 QMNIST = "https://raw.githubusercontent.com/facebookresearch/qmnist/master"
@@ -57,12 +57,14 @@ def load(
     population = grouped(
         source(both["x"], both["y"], both["writer"], official),
         root,
-        10,
-        clients=clients,
-        seed=seed,
-        min_samples=min_samples,
-        held_out=held_out,
-        test_fraction=test_fraction,
+        Selection(
+            clients=clients,
+            seed=seed,
+            min_samples=min_samples,
+            held_out=held_out,
+            test_fraction=test_fraction,
+        ),
+        classes=10,
         channels=channels,
     )
     return population if skew is None else skewed(population, skew, skew_keep, seed)
@@ -74,7 +76,7 @@ def _read_idx_folder(root: Path) -> dict[str, NDArray[Any]]:
         data[f"x_{part}"] = read_idx(_either(root / f"{mnist}-images-idx3-ubyte"))
         data[f"y_{part}"] = read_idx(_either(root / f"{mnist}-labels-idx1-ubyte"))
         extended = _either(root / f"qmnist-{part}-labels-idx2-int")
-        columns = read_idx(extended)[: len(data[f"y_{part}"])]  # QMNIST's test set goes on after MNIST's
+        columns = read_idx(extended)[: len(data[f"y_{part}"])]  # QMNIST's test set continues after MNIST's
         if columns.ndim != 2 or columns.shape[1] < 3 or not np.array_equal(columns[:, 0], data[f"y_{part}"]):
             raise DataError(f"{extended}: its labels are not those of MNIST's {part} set, in MNIST's order")
         data[f"writer_{part}"] = columns[:, 2]

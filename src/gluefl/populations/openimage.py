@@ -18,7 +18,8 @@ from torch import Tensor
 from gluefl.errors import DataError, UsageError
 from gluefl.populations import Samples, files
 from gluefl.populations.cache import cached
-from gluefl.populations.grouped import enough, first, standardised
+from gluefl.populations.grouped import enough, first
+from gluefl.populations.moments import standardised
 from gluefl.randomness import stream
 
 HOW = (
@@ -95,7 +96,7 @@ class OpenImage:
                 inputs[row] = files.decode_image(file, 3, (self.image_size, self.image_size))
             except (OSError, ValueError) as error:
                 if not self.skip_broken:
-                    files.Broken(skip=False).found(file, f"does not decode as an image ({error})")
+                    files.Broken(skip=False).report(file, f"does not decode as an image ({error})")
                 self.broken_images.add(str(file))
                 chosen[row] = -1
         good = np.flatnonzero(chosen >= 0)
@@ -123,26 +124,26 @@ def load(
         raise UsageError("classes, image_size and test_samples must be 1 or more")
     maps = [files.need(root / "client_data_mapping" / f"{part}.csv", "openimage", HOW) for part in ("train", "test")]
     options = {"classes": classes, "skip_broken": skip_broken}
-    found = cached("openimage", maps, options, lambda: _read(maps, classes, files.Broken(skip_broken)))
-    kept = first(enough(found["sizes"], min_samples), clients, f"{maps[0]} with at least {min_samples} images")
-    begins = (np.cumsum(found["sizes"]) - found["sizes"])[kept]
-    total = len(found["test_labels"])
+    index = cached("openimage", maps, options, lambda: _read(maps, classes, files.Broken(skip_broken)))
+    kept = first(enough(index["sizes"], min_samples), clients, f"{maps[0]} with at least {min_samples} images")
+    begins = (np.cumsum(index["sizes"]) - index["sizes"])[kept]
+    total = len(index["test_labels"])
     test = np.sort(stream(seed, "held out").permutation(total)[:test_samples])
-    files.need(root / "train" / os.fsdecode(bytes(found["paths"][begins[0]])), "openimage", HOW)
-    files.need(root / "test" / os.fsdecode(bytes(found["test_paths"][test[0]])), "openimage", HOW)
+    files.need(root / "train" / os.fsdecode(bytes(index["paths"][begins[0]])), "openimage", HOW)
+    files.need(root / "test" / os.fsdecode(bytes(index["test_paths"][test[0]])), "openimage", HOW)
     return OpenImage(
         root=root,
-        paths=found["paths"],
-        labels=found["labels"],
+        paths=index["paths"],
+        labels=index["labels"],
         begins=begins,
-        sizes=found["sizes"][kept],
-        test_paths=found["test_paths"][test],
-        test_labels=found["test_labels"][test],
+        sizes=index["sizes"][kept],
+        test_paths=index["test_paths"][test],
+        test_labels=index["test_labels"][test],
         classes=classes,
         image_size=image_size,
-        names=tuple(found["names"][kept].tolist()),
+        names=tuple(index["names"][kept].tolist()),
         skip_broken=skip_broken,
-        broken_rows=int(found["skipped"]),
+        broken_rows=int(index["skipped"]),
     )
 
 
@@ -180,7 +181,7 @@ def _read_map(
                 if not row[who] or not row[which]:
                     raise ValueError("the client or the path is empty")
             except (IndexError, ValueError) as error:
-                broken.found(f"{file}, line {reader.line_num}", error)
+                broken.report(f"{file}, line {reader.line_num}", error)
                 continue
             ids.append(row[who])
             paths.append(os.fsencode(row[which]))

@@ -1,5 +1,5 @@
-"""Who gets which sample, for data that has no clients of its own. Pure functions of labels and a generator:
-each returns one array of row numbers per client, every row in exactly one of them, no client empty."""
+"""Partition schemes for data without clients of their own: pure functions of labels and a generator. Each returns one
+array of row numbers per client; every row is in exactly one of them, and none is empty."""
 
 import math
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ def iid(samples: int, clients: int, rng: np.random.Generator) -> list[Rows]:
 def dirichlet(
     labels: NDArray[Any], clients: int, alpha: float, rng: np.random.Generator, smallest: int = 1
 ) -> list[Rows]:
-    """Label skew (Hsu et al., 2019): every label is dealt to the clients in Dirichlet(alpha) shares.
+    """Label skew (Hsu et al., 2019): every label is distributed over the clients in Dirichlet(alpha) shares.
 
-    Clients left with fewer than `smallest` samples are topped up from the largest ones.
+    Clients left with fewer than `smallest` samples receive samples of the largest ones.
     """
     _check(len(labels), clients, smallest)
-    hands: list[list[Rows]] = [[] for _ in range(clients)]
+    parts: list[list[Rows]] = [[] for _ in range(clients)]
     for label in np.unique(labels):
         rows = rng.permutation(np.flatnonzero(labels == label))
         cuts = (np.cumsum(_shares(clients, alpha, rng))[:-1] * len(rows)).astype(np.int64)
-        for hand, part in zip(hands, np.split(rows, cuts)):
-            hand.append(part)
-    return _topped_up([np.concatenate(hand) for hand in hands], smallest)
+        for rows_of, part in zip(parts, np.split(rows, cuts)):
+            rows_of.append(part)
+    return _balanced([np.concatenate(rows_of) for rows_of in parts], smallest)
 
 
 def shards(labels: NDArray[Any], clients: int, per_client: int, rng: np.random.Generator) -> list[Rows]:
@@ -45,8 +45,8 @@ def shards(labels: NDArray[Any], clients: int, per_client: int, rng: np.random.G
     shuffled = rng.permutation(len(labels))  # so that ties within a label are broken at random
     ordered = shuffled[np.argsort(labels[shuffled], kind="stable")]
     pieces = np.array_split(ordered, clients * per_client)
-    deal = rng.permutation(len(pieces)).reshape(clients, per_client)
-    return [np.sort(np.concatenate([pieces[piece] for piece in hand])) for hand in deal]
+    chosen = rng.permutation(len(pieces)).reshape(clients, per_client)
+    return [np.sort(np.concatenate([pieces[piece] for piece in own])) for own in chosen]
 
 
 def quantity(samples: int, clients: int, alpha: float, rng: np.random.Generator, smallest: int = 1) -> list[Rows]:
@@ -69,7 +69,7 @@ def thinned(labels: NDArray[Any], classes: int, alpha: float, keep: float, rng: 
     replacement with Dirichlet(alpha) weights on the labels. Nothing moves between clients."""
     if not 0 < keep <= 1:
         raise UsageError(f"the share of samples to keep must lie in (0, 1], found {keep}")
-    # A weight of exactly zero would make it impossible to keep enough of a client that knows few labels.
+    # A weight of exactly zero would make it impossible to keep enough of a client with few labels.
     weights = _shares(classes, alpha, rng)[labels] + 1e-9
     count = math.ceil(keep * len(labels))
     return np.sort(rng.choice(len(labels), size=count, replace=False, p=weights / weights.sum()))
@@ -106,7 +106,7 @@ def _shares(parts: int, alpha: float, rng: np.random.Generator) -> NDArray[np.fl
     return shares
 
 
-def _topped_up(parts: Sequence[Rows], smallest: int) -> list[Rows]:
+def _balanced(parts: Sequence[Rows], smallest: int) -> list[Rows]:
     parts, sizes = list(parts), np.array([len(part) for part in parts])
     for poor in np.flatnonzero(sizes < smallest):
         while sizes[poor] < smallest:

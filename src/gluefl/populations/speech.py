@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gluefl.errors import DataError
 from gluefl.populations import files
-from gluefl.populations.grouped import Grouped, Source, cached_source, grouped, source
+from gluefl.populations.grouped import Grouped, Selection, Source, cached_source, grouped, source
 
 HOW = (
     "curl -O http://download.tensorflow.org/data/speech_commands_v0.02.tar.gz && mkdir speech && "
@@ -49,21 +49,23 @@ def load(
 ) -> Grouped:
     """`load("speech", held_out="samples")`: every speaker is a client; by default those tested on are not."""
     root = files.find(path, "speech", HOW)
-    found = cached_source(
+    data = cached_source(
         "speech",
         [root],
         {"skip_broken": skip_broken},
         lambda: _read(root, files.Broken(skip_broken), progress),
     )
     return grouped(
-        found,
+        data,
         root,
-        len(WORDS),
-        clients=clients,
-        seed=seed,
-        min_samples=min_samples,
-        held_out=held_out,
-        test_fraction=test_fraction,
+        Selection(
+            clients=clients,
+            seed=seed,
+            min_samples=min_samples,
+            held_out=held_out,
+            test_fraction=test_fraction,
+        ),
+        classes=len(WORDS),
         label_names=WORDS,
     )
 
@@ -111,7 +113,7 @@ def _read(root: Path, broken: files.Broken, progress: files.Progress | None) -> 
                 waves.append(read_wave(root / clip[1] / clip[2]))
                 kept.append(clip)
             except ValueError as error:
-                broken.found(root / clip[1] / clip[2], error)
+                broken.report(root / clip[1] / clip[2], error)
         if waves:
             features.append(logmel(torch.from_numpy(np.stack(waves))))
         if progress:
@@ -133,13 +135,13 @@ def _clips(root: Path, broken: files.Broken) -> Sequence[tuple[str, str, str]]:
     for folder in sorted(entry for entry in root.iterdir() if entry.is_dir() and entry.name[0] not in "_."):
         names = [name for name in os.listdir(folder) if name.endswith(".wav")]
         if folder.name not in WORDS:
-            broken.found(folder, "is not one of the 35 words of version 2")
+            broken.report(folder, "is not one of the 35 words of version 2")
             continue
         for name in names:
             if match := CLIP_NAME.fullmatch(name):
                 clips.append((match[1], folder.name, name))
             else:
-                broken.found(folder / name, "is not named SPEAKER_nohash_NUMBER.wav")
+                broken.report(folder / name, "is not named SPEAKER_nohash_NUMBER.wav")
     return sorted(clips)
 
 

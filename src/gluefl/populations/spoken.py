@@ -7,7 +7,7 @@ import os
 
 from gluefl.errors import DataError
 from gluefl.populations import files
-from gluefl.populations.grouped import Grouped, grouped, source
+from gluefl.populations.grouped import Grouped, Selection, grouped, source
 
 HOW = (
     "docs/data.md, 'Spoken words', makes the npz file from a folder of WAV files "
@@ -60,11 +60,13 @@ def _load(
     return grouped(
         source(data["x"], data["y"], data["speaker"]),
         file,
-        len(words),
-        clients=clients,
-        seed=seed,
-        min_samples=min_samples,
-        held_out=held_out,
-        test_fraction=test_fraction,
+        Selection(
+            clients=clients,
+            seed=seed,
+            min_samples=min_samples,
+            held_out=held_out,
+            test_fraction=test_fraction,
+        ),
+        classes=len(words),
         label_names=words,
     )

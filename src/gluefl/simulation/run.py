@@ -25,7 +25,7 @@ from gluefl.clients.residuals import Residuals, room_on
 from gluefl.clients.trainers.choice import choose
 from gluefl.core.sampling import Pool, Sampler, Uniform
 from gluefl.core.server import Core, State, start
-from gluefl.errors import Diverged, GlueFLError, UsageError
+from gluefl.errors import Diverged, Interrupted, UsageError
 from gluefl.populations import Population
 from gluefl.populations.shelf import Shelf
 from gluefl.randomness import stream
@@ -190,7 +190,7 @@ class _Loop:
                         checkpoint.save(folder / "checkpoint", state, {"residuals": sim.residuals})
         if interrupted:
             hint = f" Go on with --resume --out {folder}." if folder else ""
-            raise GlueFLError(f"interrupted after round {state.round} of {self.rounds}.{hint}")
+            raise Interrupted(f"interrupted after round {state.round} of {self.rounds}.{hint}")
         return state
 
 

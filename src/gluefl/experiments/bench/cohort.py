@@ -1,4 +1,4 @@
-"""One cohort of FedAvg against a bare loop on the same work, in the same run, taking turns."""
+"""One cohort of FedAvg against a bare loop on the same work, alternating in one process."""
 
 import os
 import statistics
@@ -17,23 +17,23 @@ from gluefl.vectors.layout import Layout
 
 
 def measure(rounds: int = 7, cores: int = 1, device: str = "cpu", trainer: str = "auto") -> dict[str, Any]:
-    """Medians and spreads of both, and their ratio, for W1 and W2. Seconds of CPU time on one core."""
+    """Medians and spreads of both, and their ratio, for W1 and W2; CPU seconds on one core."""
     pin(cores)
     torch.backends.cuda.matmul.allow_tf32 = True
     population = Noisy()
-    found = {}
+    results = {}
     for workload in MODELS:
         ours = gluefl_round(workload, population, device, trainer)
         bare = bare_round(workload, population)
         times = alternate({"gluefl": ours, "bare": bare}, rounds if workload == "w1" else 10 * rounds, device, cores)
-        found[workload] = {
+        results[workload] = {
             "gluefl_s": statistics.median(times["gluefl"]),
             "bare_s": statistics.median(times["bare"]),
             "ratio": statistics.median(times["gluefl"]) / statistics.median(times["bare"]),
             "gluefl_spread_s": spread(times["gluefl"]),
             "bare_spread_s": spread(times["bare"]),
         }
-    return {"workloads": found, "cores": cores, "device": device}
+    return {"workloads": results, "cores": cores, "device": device}
 
 
 def gluefl_round(
@@ -63,7 +63,7 @@ def gluefl_round(
 def alternate(
     rounds_of: Mapping[str, Callable[[np.random.Generator], None]], rounds: int, device: str, cores: int
 ) -> dict[str, list[float]]:
-    """Run the candidates in turns, so that what disturbs the machine disturbs all of them; two rounds warm up."""
+    """Run the candidates alternately, so that other load affects all of them; the first two rounds do not count."""
     clock = time.process_time if cores == 1 and device == "cpu" else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in rounds_of}
     for number in range(rounds + 2):
@@ -73,17 +73,17 @@ def alternate(
             if device != "cpu":
                 torch.cuda.synchronize()
             times[name].append(clock() - began)
-    return {name: some[2:] for name, some in times.items()}
+    return {name: seconds[2:] for name, seconds in times.items()}
 
 
 def spread(times: list[float]) -> float:
-    """Half the distance between the quartiles."""
+    """Half the interquartile range."""
     low, _, high = statistics.quantiles(times, n=4)
     return (high - low) / 2
 
 
 def pin(cores: int) -> None:
-    """Use so many cores from here on."""
+    """Restrict this process to `cores` cores."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
     torch.set_num_threads(cores)

@@ -8,7 +8,7 @@ import click
 
 @click.group()
 def bench() -> None:
-    """Benchmarks: each compares within one run and prints ratios; `profile` says where a round's time goes."""
+    """Benchmarks: each compares within one run and prints ratios; `profile` splits the time of a round by step."""
 
 
 @bench.command("cohort")
@@ -28,7 +28,7 @@ def bench_cohort(rounds: int, cores: int, device: str, trainer: str, as_json: bo
 @click.option("--rounds", default=7, show_default=True)
 @click.option("--cores", default=1, show_default=True, help="CPU cores to use.")
 @click.option("--device", default="cpu", show_default=True)
-@click.option("--model", "model_name", default="", help="Any model by its name; the LEAF CNN if none is given.")
+@click.option("--model", "model_name", default="", help="Any model by its name; by default the LEAF CNN.")
 @click.option("--over-commitment", default=1.0, show_default=True, help="Invited clients per client that is used.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def bench_round(rounds: int, cores: int, device: str, model_name: str, over_commitment: float, as_json: bool) -> None:
@@ -42,14 +42,14 @@ def bench_round(rounds: int, cores: int, device: str, model_name: str, over_comm
 @click.option("--rounds", default=20, show_default=True)
 @click.option("--cores", default=1, show_default=True, help="CPU cores to use.")
 @click.option("--device", default="cpu", show_default=True)
-@click.option("--model", "model_name", default="", help="Any model by its name; the LEAF CNN if none is given.")
+@click.option("--model", "model_name", default="", help="Any model by its name; by default the LEAF CNN.")
 @click.option("--over-commitment", default=1.3, show_default=True, help="Invited clients per client that is used.")
 @click.option("--network", type=click.Choice(["edge", "5g", "cloud", "instant"]), default="edge", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def bench_profile(
     rounds: int, cores: int, device: str, model_name: str, over_commitment: float, network: str, as_json: bool
 ) -> None:
-    """Where the time of a whole GlueFL round goes, part by part; on a GPU by its kernels too."""
+    """The time of a whole GlueFL round by step; on a GPU also by kernel."""
     from gluefl.experiments.bench.profile import measure
     from gluefl.experiments.bench.round import Work
 
@@ -60,14 +60,14 @@ def bench_profile(
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--cores", default=1, show_default=True, help="CPU cores to use.")
 @click.option("--device", default="cpu", show_default=True)
-@click.option("--model", "names", multiple=True, help="One of them; may be given several times.")
+@click.option("--model", "names", multiple=True, help="Only this model; may be given several times.")
 @click.option("--cohort", default=30, show_default=True, help="Clients that are trained together.")
-@click.option("--side", type=int, help="Pixels of a picture's side; each model's usual one if none is given.")
+@click.option("--side", type=int, help="Pixels of a picture's side; by default each model's usual one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def bench_models(
     rounds: int, cores: int, device: str, names: tuple[str, ...], cohort: int, side: int | None, as_json: bool
 ) -> None:
-    """Training a cohort of each of the paper's models, stacked: our layers against vmap."""
+    """Training a cohort of each of the paper's models: stacked layers against vmap."""
     from gluefl.experiments.bench.models import WORK, measure
 
     if unknown := [name for name in names if name not in WORK]:
@@ -79,7 +79,7 @@ def bench_models(
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def bench_peers(rounds: int, as_json: bool) -> None:
-    """The same workloads on pfl and Flower, where they are installed: CPU seconds per round on one core."""
+    """The same workloads on pfl and Flower, if they are installed: CPU seconds per round on one core."""
     from gluefl.experiments.bench.peers import measure
 
     _show(measure(rounds), as_json)
@@ -89,16 +89,16 @@ def bench_peers(rounds: int, as_json: bool) -> None:
 @click.option("--rounds", default=2000, show_default=True, help="Rounds per network.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def bench_fleet(rounds: int, as_json: bool) -> None:
-    """The simulated devices against the authors' logs, and what a million of them cost."""
+    """The simulated devices against the authors' logs, and the cost of a million of them."""
     from gluefl.experiments.bench.fleet import measure
 
     _show(measure(rounds), as_json)
 
 
-def _show(found: dict[str, Any], as_json: bool) -> None:
+def _show(results: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(results))
         return
     from gluefl.experiments.console import console, nested_table
 
-    console().print(nested_table(found))
+    console().print(nested_table(results))

@@ -1,4 +1,4 @@
-"""The fleet against the GlueFL authors' logs, and what a round's questions cost as the fleet grows.
+"""The fleet against the GlueFL authors' logs, and the cost of one round's queries for small and large fleets.
 
 `python -m gluefl.experiments.bench.fleet` prints the same object as `gluefl bench fleet --json`."""
 
@@ -17,7 +17,7 @@ from gluefl.randomness import stream
 MODEL_BYTES = 22_180_000  # ShuffleNet on FEMNIST, as in the authors' logs
 SAMPLES = 20 * 10  # batch times steps
 CLIENTS, INVITED, USED = 2_800, 39, 30  # N, OC·K, K
-FLEETS = 20  # a round ends with a slow client, of whom one fleet has few: several fleets, one mean
+FLEETS = 20  # rounds end with a slow client and one fleet has few of them: the mean over several fleets is stable
 SCALES = (1_000, 1_000_000)
 REPEATS = 5
 
@@ -29,9 +29,9 @@ def authors(network: str, availability: str = "always", seed: int = 0) -> Fleet:
 
 def last_arrivals(network: str, rounds: int) -> dict[str, float]:
     """Mean seconds of the client that arrives 30th of 39, over rounds of several fleets of 2800."""
-    parts = []
+    fleets, parts = [authors(network, seed=seed) for seed in range(FLEETS)], []
     for number in range(rounds):
-        fleet = authors(network, seed=number % FLEETS)
+        fleet = fleets[number % FLEETS]
         cohort = stream(0, "fleet bench", number).choice(CLIENTS, INVITED, replace=False)
         download_s, compute_s, upload_s = fleet.durations(cohort, MODEL_BYTES, MODEL_BYTES, SAMPLES)
         last = np.argsort(download_s + compute_s + upload_s, kind="stable")[USED - 1]
@@ -41,7 +41,7 @@ def last_arrivals(network: str, rounds: int) -> dict[str, float]:
 
 
 def one_round(fleet: Fleet, clients: int, number: int) -> int:
-    """Invite by drawing until enough are online, and follow every trip: what a round asks of the fleet."""
+    """The queries of one round: draw clients until enough are online, then simulate the trip of each."""
     clock_s = 100.0 * number
     is_online, rng = fleet.is_online(clock_s), stream(0, "fleet bench", clients, number)
     invited: set[int] = set()
@@ -62,7 +62,7 @@ def _seconds(clients: int, rounds: int, seed: int) -> float:
 
 
 def memory_mb(clients: int, rounds: int = 5) -> float:
-    """The most memory that building a fleet and some rounds hold at once, tables included if not yet read."""
+    """Peak memory of a fleet and a few rounds, shipped tables included."""
     tracemalloc.start()
     try:
         fleet = authors("edge", "diurnal")
@@ -74,7 +74,7 @@ def memory_mb(clients: int, rounds: int = 5) -> float:
 
 
 def _fresh_memory_mb(clients: int) -> float:
-    # In a new process, because here the tables are read already.
+    # In a new process, so that nothing allocated before counts.
     program = f"from gluefl.experiments.bench.fleet import memory_mb; print(memory_mb({clients}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return float(done.stdout)
@@ -83,8 +83,8 @@ def _fresh_memory_mb(clients: int) -> float:
 def scale(rounds: int) -> dict[str, dict[str, float]]:
     """Seconds per round and memory for a thousand and for a million clients."""
     best = dict.fromkeys(SCALES, float("inf"))
-    for seed in range(REPEATS):  # in turn, and the best of each, so that a busy machine disturbs both alike
-        for clients in SCALES:  # fleets that nobody has asked before: what was asked once is remembered
+    for seed in range(REPEATS):  # alternating, and the best of each: other load on the machine affects both alike
+        for clients in SCALES:  # a new fleet each time, because a fleet keeps the results of earlier queries
             best[clients] = min(best[clients], _seconds(clients, rounds, clients + seed))
     return {
         str(clients): {"round_s": round(best[clients], 6), "memory_mb": round(_fresh_memory_mb(clients), 3)}
@@ -93,7 +93,7 @@ def scale(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def measure(rounds: int = 2000) -> dict[str, Any]:
-    """What `gluefl bench fleet --json` prints."""
+    """The object that `gluefl bench fleet --json` prints."""
     return {
         "networks": {name: last_arrivals(name, rounds) for name in ("edge", "5g", "cloud")},
         "scale": scale(rounds=max(1, rounds // 100)),

@@ -1,4 +1,4 @@
-"""Training one cohort of the paper's models: our layers for many clients against `vmap`, and what TF32 is worth."""
+"""Training one cohort of the paper's models: stacked layers against `vmap`, and the effect of TF32."""
 
 import statistics
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from gluefl.experiments.bench.workloads import CLASSES, COHORT, SAMPLES, SGD
 from gluefl.populations import Samples
 from gluefl.vectors.layout import Layout
 
-# Name, channels and side of the pictures, options.
+# Channels and side of the images, options of the model.
 WORK: dict[str, tuple[int, int, dict[str, Any]]] = {
     "shufflenet_v2_x2_0": (3, 28, {}),
     "mobilenet_v2": (3, 28, {}),
@@ -36,30 +36,30 @@ def measure(
     cohort: int = COHORT,
     side: int | None = None,
 ) -> dict[str, Any]:
-    """Median seconds a round, with and without TF32, and by vmap, which is what a GPU without our layers would do.
+    """Median seconds per round, with and without TF32, and by `vmap`, the alternative to the stacked layers.
 
-    `tf32_apart`, `vmap_apart`: how far one step's deltas are from those of our layers without TF32 (relative L2).
+    `tf32_apart`, `vmap_apart`: relative L2 distance of one step's deltas to those of stacked layers without TF32.
     """
     pin(cores)
-    found = {}
+    results = {}
     for name in names or tuple(WORK):
         work = partial(_Work, name, device, cohort, side)
         layers, without_tf32, by_vmap = work(), work(tf32=False), work(by_vmap=True)
         candidates = {"gluefl_s": layers.play, "without_tf32_s": without_tf32.play, "vmap_s": by_vmap.play}
         times = alternate(candidates, rounds, device, cores)
-        medians = {key: statistics.median(some) for key, some in times.items()}
+        medians = {key: statistics.median(seconds) for key, seconds in times.items()}
         exact = without_tf32.step()
-        found[name] = {
+        results[name] = {
             **medians,
             "ratio": medians["gluefl_s"] / medians["vmap_s"],
             "tf32_apart": _apart(layers.step(), exact),
             "vmap_apart": _apart(work(tf32=False, by_vmap=True).step(), exact),
         }
-    return {"models": found, "cohort": cohort, "device": device, "cores": cores}
+    return {"models": results, "cohort": cohort, "device": device, "cores": cores}
 
 
 class _Work:
-    """A cohort to train, always the same. A step that was captured keeps what was allowed then: TF32 is its own."""
+    """A fixed cohort to train. A captured step keeps the TF32 setting of its capture, so each object has its own."""
 
     def __init__(
         self, name: str, device: str, cohort: int, side: int | None, tf32: bool = True, by_vmap: bool = False
@@ -86,7 +86,7 @@ class _Work:
         self._train(self.jobs, SGD)
 
     def step(self) -> Tensor:
-        """The deltas of one step, a row for every client."""
+        """The deltas of one step, one row per client."""
         jobs = [replace(job, batches=job.batches[:1]) for job in self.jobs]
         return torch.stack([outcome.delta for outcome in self._train(jobs, replace(SGD, steps=1))])
 
@@ -95,5 +95,5 @@ class _Work:
         return list(self.trainer.train(*self.start, jobs, sgd, sgd.lr, None))
 
 
-def _apart(found: Tensor, exact: Tensor) -> float:
-    return float(torch.linalg.norm(found - exact) / torch.linalg.norm(exact))
+def _apart(deltas: Tensor, exact: Tensor) -> float:
+    return float(torch.linalg.norm(deltas - exact) / torch.linalg.norm(exact))

@@ -1,7 +1,7 @@
-"""The same two workloads on other simulators, where they are installed: pfl and Flower.
+"""The same two workloads on other simulators, if they are installed: pfl and Flower.
 
-Each runs in a process of its own, pinned to one core, and reports the CPU seconds of its rounds, those of its
-children included. `pip install pfl==0.6.0` and `pip install 'flwr[simulation]'` make them appear.
+Each runs in a process of its own, pinned to one core, and reports the CPU seconds of its rounds, including child
+processes. `pip install pfl==0.6.0` and `pip install 'flwr[simulation]'` install them.
 """
 
 import glob
@@ -19,12 +19,12 @@ WARM_UP = 2
 
 
 def measure(rounds: int = 5) -> dict[str, Any]:
-    """Mean CPU seconds per round of gluefl and of every peer that is installed, None for one that is not."""
-    found: dict[str, Any] = {}
+    """Mean CPU seconds per round of gluefl and of every peer, None for a peer that is not installed."""
+    results: dict[str, Any] = {}
     for workload in ("w1", "w2"):
         count = rounds if workload == "w1" else 4 * rounds
-        found[workload] = {name: _in_process(name, workload, count) for name in ("gluefl", "pfl", "flower")}
-    return found
+        results[workload] = {name: _in_process(name, workload, count) for name in ("gluefl", "pfl", "flower")}
+    return results
 
 
 def _in_process(peer: str, workload: str, rounds: int) -> float | None:
@@ -138,7 +138,8 @@ def _flower(workload: str, rounds: int) -> list[float]:
     @client.train()  # type: ignore[untyped-decorator]
     def train(message: Any, context: Any) -> Any:
         torch.set_num_threads(1)
-        (inputs, labels), net = work.kept(workload)
+        copy = work.WORKER_COPIES[workload]
+        (inputs, labels), net = copy.samples, copy.module
         number = context.node_config["partition-id"]
         net.load_state_dict(message.content["arrays"].to_torch_state_dict())
         optimizer = torch.optim.SGD(net.parameters(), work.SGD.lr, work.SGD.momentum)
@@ -176,7 +177,7 @@ def _flower(workload: str, rounds: int) -> list[float]:
 
 
 class _Clock:
-    """CPU seconds between ticks, of this process and all below it."""
+    """CPU seconds between ticks, of this process and its descendants."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -198,7 +199,7 @@ def _tree_cpu_s() -> float:
             with open(path) as file:
                 fields = file.read().rsplit(")", 1)[1].split()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended
         pid = int(path.split("/")[2])
         children.setdefault(int(fields[1]), []).append(pid)
         ticks[pid] = int(fields[11]) + int(fields[12])

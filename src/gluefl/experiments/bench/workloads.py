@@ -1,13 +1,13 @@
 """The two workloads on which simulators are compared: W1 the LEAF CNN, W2 a small MLP.
 
-2800 clients of 40 images of 28 × 28 in 62 classes, 30 of them a round, 10 SGD steps of batch 20 with lr 0.01 and
-momentum 0.9, FedAvg. The bare loops are what a careful person writes without a simulator: functional and
-channels-last for W1, hand-written batched products for W2.
+2800 clients with 40 images of 28 × 28 in 62 classes, 30 clients per round, 10 SGD steps of batch 20 with lr 0.01 and
+momentum 0.9, FedAvg. The bare loops are tuned code without a simulator: functional and channels-last for W1,
+hand-written batched products for W2.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ MODELS = {"w1": "leaf_cnn", "w2": "mlp"}
 
 @dataclass(frozen=True)
 class Noisy:
-    """Every class a random picture, every sample that picture and noise; labels skewed by client."""
+    """A random image per class, plus noise per sample; the labels are skewed by client."""
 
     clients: int = CLIENTS
     classes: int = CLASSES
@@ -41,12 +41,12 @@ class Noisy:
             [rng.choice(self.classes, SAMPLES, p=rng.dirichlet(np.full(62, 0.3))) for _ in range(self.clients)]
         )
         inputs = pictures[labels]
-        for some in inputs:  # client by client: no second copy of all
-            some += rng.standard_normal(some.shape, dtype=np.float32)
+        for images in inputs:  # per client, which avoids a second copy of all inputs
+            images += rng.standard_normal(images.shape, dtype=np.float32)
         return torch.from_numpy(inputs), torch.from_numpy(labels)
 
     def size(self, client: int) -> int:
-        """The same for all."""
+        """The same for all clients."""
         return SAMPLES
 
     def train(self, client: int) -> Samples:
@@ -55,12 +55,12 @@ class Noisy:
         return Samples(inputs[client], labels[client])
 
     def test(self) -> Samples:
-        """Those of the first 25 clients."""
+        """The samples of the first 25 clients."""
         inputs, labels = self.everything
         return Samples(inputs[:25].flatten(0, 1), labels[:25].flatten())
 
     def transform(self, inputs: Tensor) -> Tensor:
-        """They are floats already."""
+        """The inputs are floats already."""
         return inputs
 
 
@@ -71,15 +71,30 @@ def model(workload: str) -> nn.Module:
         return models.build(MODELS[workload], classes=CLASSES, channels=1)
 
 
-@cache
-def kept(workload: str) -> tuple[tuple[Tensor, Tensor], nn.Module]:
-    """Data and model, made once in a process. It has to stand in a module of its own: what a peer sends to its
-    workers by value would be made anew for every client."""
-    return Noisy().everything, model(workload)
+@dataclass(frozen=True)
+class WorkerCopy:
+    """Data and model of a workload, created at their first use in a process."""
+
+    workload: str
+
+    @cached_property
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of all clients."""
+        return Noisy().everything
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The model, to be trained in place."""
+        return model(self.workload)
+
+
+# Used in Flower's worker processes only, which end with the benchmark. In a module, because objects that Flower sends
+# to its workers by value would be created anew for every client.
+WORKER_COPIES = {workload: WorkerCopy(workload) for workload in MODELS}
 
 
 def bare_round(workload: str, population: Noisy) -> Callable[[np.random.Generator], None]:
-    """A function that trains one cohort and averages it, with nothing of gluefl in it."""
+    """A function that trains one cohort and averages it, without gluefl."""
     start = [parameter.detach().clone() for parameter in model(workload).parameters()]
     return _bare_cnn(start, population) if workload == "w1" else _bare_mlp(start, population)
 
@@ -139,9 +154,9 @@ def _bare_mlp(start: list[Tensor], population: Noisy, chunk: int = 10) -> Callab
                 stacked.copy_(tensor.expand_as(stacked))
                 momentum.zero_()
             order = torch.stack(batches[at : at + chunk]).view(chunk, -1)
-            rows, some = torch.arange(chunk)[:, None], torch.tensor(clients[at : at + chunk])
-            x_all = inputs[some][rows, order].view(chunk, STEPS, SGD.batch, -1)
-            y_all = F.one_hot(labels[some][rows, order], CLASSES).float().view(chunk, STEPS, SGD.batch, -1)
+            rows, members = torch.arange(chunk)[:, None], torch.tensor(clients[at : at + chunk])
+            x_all = inputs[members][rows, order].view(chunk, STEPS, SGD.batch, -1)
+            y_all = F.one_hot(labels[members][rows, order], CLASSES).float().view(chunk, STEPS, SGD.batch, -1)
             for step in range(STEPS):
                 x, y = x_all[:, step], y_all[:, step]
                 hidden = torch.baddbmm(w[1].unsqueeze(1), x, w[0].transpose(1, 2)).relu_()

@@ -1,4 +1,4 @@
-"""The data of every figure as plain series: what the page draws, and what a paper's plots and CSV files are made of."""
+"""The data of every figure as plain series, for the page, for plots and for CSV files."""
 
 import math
 import statistics
@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gluefl.experiments.report.reading import Comparison, Run
-from gluefl.experiments.theory.planning import sticky_return, uniform_return
+from gluefl.experiments.report.comparison import Comparison
+from gluefl.experiments.runs import Run
+from gluefl.experiments.theory.propositions import sticky_return, uniform_return
 from gluefl.storage.journal import Line
 
 Unit = Literal["bytes", "seconds", "share", "count"]
-Kind = Literal["mean", "seed", "theory"]  # `mean` is what to look at; single seeds are drawn faintly
+Kind = Literal["mean", "seed", "theory"]  # single seeds are drawn as thin lines
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows."""
+    """Quantity and scale of an axis."""
 
     title: str
     unit: Unit
@@ -25,7 +26,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """A line, or the segments of one kind in stacked bars. `z` is told beside a point, `reached` marks one."""
+    """A line, or one kind of segment in stacked bars. `z` is shown with a point, `reached` marks one."""
 
     label: str
     kind: Kind
@@ -38,7 +39,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure. Bars have `bars`, their labels, and a series for each kind of segment."""
+    """A figure. A bar chart has `bars`, their labels, and a series for each kind of segment."""
 
     key: str
     title: str
@@ -46,20 +47,20 @@ class Figure:
     x: Axis
     y: Axis
     series: tuple[Series, ...]
-    z: str = ""  # what z counts
+    z: str = ""  # the name of z
     target: float | None = None
     bars: tuple[str, ...] = ()
 
 
 def figures(comparison: Comparison) -> list[Figure]:
-    """All figures that the journals have the data for."""
+    """All figures for which the journals contain the data."""
     accuracies = (accuracy_by_download, accuracy_by_time, accuracy_by_rounds)
     made = [make(comparison) for make in (*accuracies, staleness, time_shares, returns, turnover, clients)]
     return [figure for figure in made if figure.series]
 
 
 def thinned(figure: Figure, points: int) -> Figure:
-    """The same figure with at most about so many points a line: first, last and the reached one are kept."""
+    """The figure with about `points` points per line; the first, the last and the reached point are kept."""
     return replace(figure, series=tuple(_thin(series, points) for series in figure.series))
 
 
@@ -77,7 +78,7 @@ def _thin(series: Series, points: int) -> Series:
 
 
 def accuracy(comparison: Comparison, key: str, title: str, axis: Axis, progress: Callable[[Line], Any]) -> Figure:
-    """Accuracy against something that grows with the rounds; nothing where that is not known for every run."""
+    """Accuracy against the sum of `progress` over the rounds; variants without it in every run are left out."""
     series: list[Series] = []
     for label, runs in comparison.variants.items():
         tracks = [_track(run, progress) for run in runs]
@@ -98,7 +99,7 @@ def accuracy(comparison: Comparison, key: str, title: str, axis: Axis, progress:
     seeds = any(len(runs) > 1 for runs in comparison.variants.values())
     parts = [
         over,
-        "a dot: the target is reached" if any(one.reached is not None for one in series) else "",
+        "dots: the target is reached" if any(one.reached is not None for one in series) else "",
         "thin lines: single seeds",
     ]
     caption = "; ".join(part for part in parts[: 3 if seeds else 2] if part)
@@ -107,16 +108,16 @@ def accuracy(comparison: Comparison, key: str, title: str, axis: Axis, progress:
 
 
 def _track(run: Run, progress: Callable[[Line], Any]) -> dict[int, tuple[float, float]]:
-    """By round: how far a run is, and the mean of its last evaluations, which is what a target is compared with."""
-    track, seen, far = {}, list[float](), 0.0
+    """By round: the progress so far, and the mean of the last evaluations, which is compared with a target."""
+    track, seen, total = {}, list[float](), 0.0
     for line in run.lines:
         step = progress(line)
         if step is None:
             return {}
-        far += step
+        total += step
         if line["accuracy"] is not None:
             seen = [*seen, line["accuracy"]][-run.average :]
-            track[int(line["round"])] = (far, math.fsum(seen) / len(seen))
+            track[int(line["round"])] = (total, math.fsum(seen) / len(seen))
     return track
 
 
@@ -125,18 +126,18 @@ def _seconds(line: Line) -> float | None:
 
 
 def accuracy_by_download(comparison: Comparison) -> Figure:
-    """What the clients have downloaded by an accuracy."""
+    """Accuracy against the download of all clients."""
     axis = Axis("downloaded by all clients", "bytes")
     return accuracy(comparison, "accuracy-download", "Accuracy against download", axis, lambda line: line["down_bytes"])
 
 
 def accuracy_by_time(comparison: Comparison) -> Figure:
-    """How long it takes to an accuracy, by the clock of the simulated fleet."""
+    """Accuracy against the simulated time."""
     return accuracy(comparison, "accuracy-time", "Accuracy against time", Axis("simulated time", "seconds"), _seconds)
 
 
 def accuracy_by_rounds(comparison: Comparison) -> Figure:
-    """How many rounds it takes to an accuracy."""
+    """Accuracy against rounds."""
     return accuracy(comparison, "accuracy-rounds", "Accuracy against rounds", Axis("round", "count"), lambda line: 1)
 
 
@@ -144,41 +145,32 @@ def accuracy_by_rounds(comparison: Comparison) -> Figure:
 
 
 def staleness(comparison: Comparison) -> Figure:
-    """How much of the model a client downloads that last synchronised so many rounds ago."""
+    """The download of a client by the rounds since its last synchronisation."""
     series = []
     for label, runs in comparison.variants.items():
         bins: dict[int, list[tuple[int, float]]] = {}
         for run in runs:
             for _, client in _clients(run.lines):
-                if client["staleness"]:  # a client that holds nothing has none, and downloads everything
+                if client["staleness"]:  # None at a first download, which is the whole model
                     share = client["down_bytes"] / run.summary["model_bytes"]
                     bins.setdefault(_bin(client["staleness"]), []).append((client["staleness"], share))
         means = [[statistics.fmean(one[i] for one in bins[b]) for b in sorted(bins)] for i in (0, 1)]
         if bins:
             counts = tuple(len(bins[b]) for b in sorted(bins))
             series.append(Series(label, "mean", tuple(means[0]), tuple(means[1]), counts))
-    caption = (
-        "Mean download of a client by the rounds since it last synchronised. New clients, who need all, are left out."
-    )
+    caption = "Mean download of a client by the rounds since its last synchronisation, without first downloads."
     x = Axis("rounds since the last synchronisation", "count", log=True)
-    return Figure(
-        "staleness",
-        "Download by staleness",
-        caption,
-        x,
-        Axis("share of the model", "share"),
-        tuple(series),
-        "downloads",
-    )
+    y = Axis("share of the model", "share")
+    return Figure("staleness", "Download by staleness", caption, x, y, tuple(series), "downloads")
 
 
 def _bin(rounds: int) -> int:
-    """1, 2, 3, 4 for themselves, then bins that grow by a quarter."""
+    """One bin each for 1, 2, 3 and 4 rounds, then bins that grow by a quarter."""
     return rounds if rounds < 5 else 5 + math.floor(math.log(rounds / 5) / math.log(1.25) + 1e-9)
 
 
 def time_shares(comparison: Comparison) -> Figure:
-    """Seconds of a mean round by what they are spent on: those of the used client that arrives last."""
+    """Seconds of download, compute, upload and waiting in a mean round, of the used client that arrives last."""
     parts = {"download": "download_s", "compute": "compute_s", "upload": "upload_s", "waiting": "waited_s"}
     bars = {label: [line for run in runs for line in run.counted] for label, runs in comparison.variants.items()}
     timed = {label: lines for label, lines in bars.items() if all(line["clock_s"] is not None for line in lines)}
@@ -189,12 +181,12 @@ def time_shares(comparison: Comparison) -> Figure:
             series.append(Series(part, "mean", tuple(range(len(means))), means))
     caption = "A mean round: the seconds of the used client that arrives last."
     axis = Axis("seconds per round", "seconds")
-    return Figure("time", "Where the time goes", caption, axis, Axis("", "count"), tuple(series), bars=tuple(timed))
+    return Figure("time", "Time per round", caption, axis, Axis("", "count"), tuple(series), bars=tuple(timed))
 
 
 def clients(comparison: Comparison) -> Figure:
-    """What single clients downloaded in the whole run, from the one with the least to the one with the most."""
-    series, known = [], True
+    """The download of single clients over the whole run, in ascending order."""
+    series, sized = [], True
     steps = [i / 100 for i in range(101)]
     for label, runs in comparison.variants.items():
         curves = []
@@ -203,23 +195,23 @@ def clients(comparison: Comparison) -> Figure:
             for _, client in _clients(run.counted):
                 totals[client["id"]] = totals.get(client["id"], 0) + client["down_bytes"]
             population = run.config.get("population.clients")
-            known &= population is not None
+            sized &= population is not None
             ordered = [0] * ((population or 0) - len(totals)) + sorted(totals.values())
             if totals:
                 curves.append([ordered[round(step * (len(ordered) - 1))] for step in steps])
         if curves:
-            series.append(Series(label, "mean", tuple(steps), tuple(statistics.fmean(some) for some in zip(*curves))))
-    of = "clients" if known else "clients that were invited"
-    caption = f"All {of}, from those that downloaded least to those that downloaded most, over the whole run."
+            series.append(Series(label, "mean", tuple(steps), tuple(map(statistics.fmean, zip(*curves)))))
+    of = "clients" if sized else "invited clients"
+    caption = f"Download over the whole run of all {of}, in ascending order."
     x, y = Axis(f"share of the {of}", "share"), Axis("downloaded by a client", "bytes")
     return Figure("clients", "Download of single clients", caption, x, y, tuple(series))
 
 
-# --- who takes part ---------------------------------------------------------------------------------------
+# --- participation ----------------------------------------------------------------------------------------
 
 
 def returns(comparison: Comparison) -> Figure:
-    """The share of used clients that are next used exactly r rounds later, beside Propositions 1 and 2."""
+    """The share of used clients that are next used exactly r rounds later, with Propositions 1 and 2."""
     series = []
     shortest = min((len(run.lines) for run in comparison.runs), default=0)
     horizon = min(20, shortest // 3)
@@ -227,7 +219,7 @@ def returns(comparison: Comparison) -> Figure:
         counts, total = [0] * (horizon + 1), 0
         for run in runs:
             last: dict[int, int] = {}
-            final = len(run.lines) - horizon  # later uses have not been watched long enough
+            final = len(run.lines) - horizon  # later uses are too close to the end of the run
             for round, client in _clients(run.lines):
                 if client["fate"] != "used":
                     continue
@@ -241,10 +233,10 @@ def returns(comparison: Comparison) -> Figure:
             expected = _expected(runs[0])
             if expected and (theory := tuple(expected(r) for r in lags)) not in [one.y for one in series]:
                 series.append(Series(label, "theory", lags, theory))
-    caption = "Of the clients used in a round, the share whose next time comes so many rounds later."
+    caption = "The share of the clients used in a round that are next used after this many rounds."
     caption += " Dashed: Propositions 1 and 2." if any(one.kind == "theory" for one in series) else ""
     x, y = Axis("rounds later", "count"), Axis("share of the used clients", "share")
-    return Figure("returns", "When clients come back", caption, x, y, tuple(series), "returns")
+    return Figure("returns", "Return of clients", caption, x, y, tuple(series), "returns")
 
 
 def _expected(run: Run) -> Callable[[int], float] | None:
@@ -257,7 +249,7 @@ def _expected(run: Run) -> Callable[[int], float] | None:
 
 
 def turnover(comparison: Comparison) -> Figure:
-    """How many different clients have been used so far; a newcomer joins the sticky group for somebody who leaves."""
+    """The number of different clients used so far; every new client replaces one of the sticky group."""
     series, rates = [], []
     for label, runs in comparison.variants.items():
         curves, entered = [], 0
@@ -269,23 +261,23 @@ def turnover(comparison: Comparison) -> Figure:
                 entered += sum(client["group"] == "others" for client in used)
                 curve.append(len(seen))
             curves.append(curve)
-        means = [statistics.fmean(some) for some in zip(*curves)]
+        means = list(map(statistics.fmean, zip(*curves)))
         if any(means):
             series.append(Series(label, "mean", tuple(range(1, len(means) + 1)), tuple(means)))
         size, rounds = runs[0].size("sticky_size"), sum(len(run.lines) for run in runs)
         if entered and size:
             rates.append(
-                f"{label} replaces {entered / rounds:.2g} of its {size} sticky clients a round: "
-                f"one stays for {size * rounds / entered:.0f} rounds in the mean"
+                f"{label} replaces {entered / rounds:.2g} of {size} sticky clients per round "
+                f"(mean stay: {size * rounds / entered:.0f} rounds)"
             )
-    caption = "Different clients used so far. " + ("; ".join(rates) + "." if rates else "")
-    title = "Turnover of the sticky group" if rates else "Clients that took part"
+    caption = "The number of different clients used so far. " + ("; ".join(rates) + "." if rates else "")
+    title = "Turnover of the sticky group" if rates else "Participating clients"
     x, y = Axis("round", "count"), Axis("different clients", "count")
     return Figure("turnover", title, caption.strip(), x, y, tuple(series))
 
 
 def _clients(lines: Iterable[Line]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every invitation with its round; journals need not have them."""
+    """Every invitation with its round; journals may lack them."""
     for line in lines:
         table: dict[str, list[Any]] = line.get("clients") or {}
         for values in zip(*table.values()):

@@ -1,32 +1,49 @@
-"""The table on top, as the paper's Table 2: volumes and times to a target, ratios to FedAvg, the best in bold."""
+"""The main table, like Table 2 of the paper: volumes and times to a target, ratios to FedAvg, the best in bold."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gluefl.experiments.console import percent
-from gluefl.experiments.report.reading import INCIDENTAL, Comparison, Run
-from gluefl.storage.journal import reached_round
+from gluefl.experiments.report.comparison import INCIDENTAL, Comparison
+from gluefl.experiments.runs import Run
 
 VOLUMES = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 TIMES = ((3600, "h"), (60, "min"), (1, "s"))
-# Key of a summary, heading, what it means, units (none: a share or a count), whether a ratio is shown.
-COLUMNS: tuple[tuple[str, str, str, Any, bool], ...] = (
-    ("down_bytes", "DV", "download volume", VOLUMES, True),
-    ("total_bytes", "TV", "total volume", VOLUMES, True),
-    ("download_s", "DT", "download time", TIMES, True),
-    ("total_s", "TT", "total time", TIMES, True),
-    ("rounds", "Rounds", "played until then", None, False),
-    ("accuracy", "Accuracy", "mean of the last evaluations", None, False),
-    ("mean_download_share", "Share", "of the model downloaded per client and round", None, False),
+
+
+@dataclass(frozen=True)
+class SummaryColumn:
+    """A column of the table: a key of the summaries."""
+
+    key: str
+    heading: str
+    meaning: str
+    units: tuple[tuple[int, str], ...] = ()  # none for a share or a count
+    has_ratio: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is written in percent."""
+        return self.key in ("accuracy", "mean_download_share")
+
+
+COLUMNS = (
+    SummaryColumn("down_bytes", "DV", "download volume", VOLUMES, has_ratio=True),
+    SummaryColumn("total_bytes", "TV", "total volume", VOLUMES, has_ratio=True),
+    SummaryColumn("download_s", "DT", "download time", TIMES, has_ratio=True),
+    SummaryColumn("total_s", "TT", "total time", TIMES, has_ratio=True),
+    SummaryColumn("rounds", "Rounds", "until then"),
+    SummaryColumn("accuracy", "Accuracy", "mean of the last evaluations"),
+    SummaryColumn("mean_download_share", "Share", "of the model downloaded per client and round"),
 )
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number as it is shown: mean ± spread over the seeds."""
+    """A formatted number: mean ± spread over the seeds."""
 
     text: str
     spread: str = ""
@@ -46,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Headline:
-    """A table; `finding` is what it says in one sentence, `note` what a reader must know."""
+    """A table; `finding` is its main result in one sentence, `note` a caveat."""
 
     title: str
     columns: tuple[tuple[str, str], ...]  # heading, meaning
@@ -57,7 +74,7 @@ class Headline:
 
 
 def headlines(comparison: Comparison) -> list[Headline]:
-    """The table to the target; where it was not reached by all, one to the accuracy that all of them reached too."""
+    """The table at the target; if a run missed it, also one at the highest accuracy that all runs reached."""
     if not comparison.variants:
         return []
     tables = [headline(comparison, comparison.target)]
@@ -71,67 +88,108 @@ def headlines(comparison: Comparison) -> list[Headline]:
 
 def common_accuracy(runs: Sequence[Run]) -> float | None:
     """The highest accuracy that every run reached, as the paper chooses its targets; rounded down to 0.1%."""
-    best = []
-    for run in runs:
-        seen = [line["accuracy"] for line in run.lines if line["accuracy"] is not None]
-        means = [math.fsum(seen[i - run.average : i]) / run.average for i in range(run.average, len(seen) + 1)]
-        if not means:
-            return None
-        best.append(max(means))
+    best = [run.best for run in runs if run.best is not None]
+    if len(best) < len(runs):
+        return None
     floor = math.floor(min(best) * 1000) / 1000
-    reached = floor > 0 and all(reached_round(run.lines, floor, run.average) for run in runs)
+    reached = floor > 0 and all(run.until(floor) is not None for run in runs)
     return floor if reached else None
 
 
 def headline(comparison: Comparison, target: float | None, why: str = "") -> Headline:
-    """One table. Without a target, or where nobody reached it, the numbers are those at the last round."""
-    found = {label: [run.at(target) for run in runs] for label, runs in comparison.variants.items()}
-    reached = {label: all(one["reached_round"] is not None for one in some) for label, some in found.items()}
-    somebody = any(one["reached_round"] is not None for some in found.values() for one in some)
-    for some in found.values():
-        some[:] = [one | {"rounds": one["reached_round"] or one["rounds"]} for one in some]
-    base = baseline(comparison)
-    equal_rounds = len({one["rounds"] for some in found.values() for one in some}) == 1
+    """One table. Without a target, or if no run reached it, the numbers are those at the last round."""
+    table = _Summaries.of(comparison, target)
     columns, cells = [], []
-    for key, heading, meaning, units, has_ratio in COLUMNS:
-        values = {label: [one[key] for one in some if one[key] is not None] for label, some in found.items()}
-        if not any(values.values()):
-            continue
-        means = {label: statistics.fmean(some) for label, some in values.items() if some}
-        factor, unit = _unit(units, means.values())
-        columns.append((f"{heading} ({unit})" if unit else heading, meaning))
-        # A cost can be the best only among those that paid for the same thing.
-        rivals = {label: mean for label, mean in means.items() if reached[label] or (target is None and equal_rounds)}
-        if key in ("rounds", "mean_download_share") or (key == "accuracy" and somebody):
-            rivals = {}
-        elif key == "accuracy":
-            rivals = means
-        best = _best(rivals, highest=key == "accuracy")
-        places = _places(mean / factor for mean in means.values())
-        column: dict[str, Cell] = {}
-        for label in found:
-            at_least = "> " if somebody and not reached[label] and units else ""
-            ratio = ""
-            if has_ratio and label in means and means.get(base) and (reached[base] or not somebody):
-                ratio = f"{at_least}{means[label] / means[base]:.2f}×"
-            column[label] = _cell(key, values[label], factor, places, at_least, ratio)
-        shown = {column[label].text for label in best}  # what looks the same is equally good
-        cells.append({label: replace(cell, best=cell.text in shown) for label, cell in column.items()})
+    for measure in COLUMNS:
+        if any(table.values(label, measure.key) for label in table.runs):
+            heading, column = _column(table, measure)
+            columns.append((heading, measure.meaning))
+            cells.append(column)
     rows = tuple(
-        Row(label, len(some), tuple(column[label] for column in cells), reached[label]) for label, some in found.items()
+        Row(label, len(runs), tuple(column[label] for column in cells), table.reached(label))
+        for label, runs in table.runs.items()
     )
     return Headline(
-        title=_title(target, why, somebody),
+        title=_title(table, why),
         columns=tuple(columns),
         rows=rows,
-        finding=_finding(found, reached, base) if somebody else "",
-        note=_note(target, found, somebody),
-        legend=_legend(found, base),
+        finding=_finding(table) if table.any_reached else "",
+        note=_note(table),
+        legend=_legend(table),
     )
+
+
+@dataclass(frozen=True)
+class _Summaries:
+    """Summaries of all runs at one target, by label."""
+
+    target: float | None
+    runs: dict[str, list[dict[str, Any]]]
+    base: str  # the label that ratios refer to
+
+    @classmethod
+    def of(cls, comparison: Comparison, target: float | None) -> "_Summaries":
+        runs = {label: [dict(run.at(target)) for run in runs] for label, runs in comparison.variants.items()}
+        for summary in (summary for repetitions in runs.values() for summary in repetitions):
+            summary["rounds"] = summary["reached_round"] or summary["rounds"]
+        return cls(target, runs, baseline(comparison))
+
+    @property
+    def all(self) -> list[dict[str, Any]]:
+        return [summary for runs in self.runs.values() for summary in runs]
+
+    @property
+    def any_reached(self) -> bool:
+        return any(summary["reached_round"] is not None for summary in self.all)
+
+    def reached(self, label: str) -> bool:
+        """Whether every seed reached the target."""
+        return all(summary["reached_round"] is not None for summary in self.runs[label])
+
+    def values(self, label: str, key: str) -> list[float]:
+        return [summary[key] for summary in self.runs[label] if summary[key] is not None]
+
+    def means(self, key: str) -> dict[str, float]:
+        return {label: statistics.fmean(values) for label in self.runs if (values := self.values(label, key))}
+
+
+def _column(table: _Summaries, measure: SummaryColumn) -> tuple[str, dict[str, Cell]]:
+    """Heading and cells by label; the best are marked."""
+    means, key = table.means(measure.key), measure.key
+    factor, unit = _unit(measure.units, means.values())
+    places = _places(mean / factor for mean in means.values())
+    cells: dict[str, Cell] = {}
+    for label in table.runs:
+        at_least = "> " if table.any_reached and not table.reached(label) and measure.units else ""
+        ratio = ""
+        comparable = table.reached(table.base) or not table.any_reached
+        if measure.has_ratio and label in means and means.get(table.base) and comparable:
+            ratio = f"{at_least}{means[label] / means[table.base]:.2f}×"
+        form = "{:.1%}" if measure.is_share else "{:.0f}" if key == "rounds" else f"{{:.{places}f}}"
+        cells[label] = _cell([value / factor for value in table.values(label, key)], form, at_least, ratio)
+    best = {cells[label].text for label in _best(table, measure, means)}  # cells that look the same are equally good
+    heading = f"{measure.heading} ({unit})" if unit else measure.heading
+    return heading, {label: replace(cell, best=cell.text in best) for label, cell in cells.items()}
+
+
+def _best(table: _Summaries, measure: SummaryColumn, means: dict[str, float]) -> set[str]:
+    """The labels with the best mean. Costs are compared only between runs that reached the same target or round."""
+    if measure.key == "accuracy":
+        rivals = {} if table.any_reached else means
+    elif measure.has_ratio:
+        equal_rounds = len({summary["rounds"] for summary in table.all}) == 1
+        without_target = table.target is None and equal_rounds
+        rivals = {label: mean for label, mean in means.items() if table.reached(label) or without_target}
+    else:
+        rivals = {}
+    if len(rivals) < 2:
+        return set()
+    best = max(rivals.values()) if measure.key == "accuracy" else min(rivals.values())
+    return {label for label, mean in rivals.items() if mean == best}
 
 
 def baseline(comparison: Comparison) -> str:
-    """What ratios refer to: FedAvg, or the first variant."""
+    """The label that ratios refer to: FedAvg, or the first variant."""
     plain = [
         label for label, runs in comparison.variants.items() if runs[0].config.get("strategy.name", label) == "fedavg"
     ]
@@ -142,57 +200,47 @@ def differences(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """The settings in which the variants differ: key, and its value for each of them."""
     first = [runs[0].config for runs in comparison.variants.values()]
     keys = sorted({key for config in first for key in config if key not in INCIDENTAL})
-    table = [(key, [_say(config.get(key)) for config in first]) for key in keys]
+    table = [(key, [_text(config.get(key)) for config in first]) for key in keys]
     return [(key, values) for key, values in table if len(set(values)) > 1]
 
 
-def _say(value: Any) -> str:
+def _text(value: Any) -> str:
     return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _cell(key: str, values: Sequence[float], factor: float, places: int, at_least: str, ratio: str) -> Cell:
+def _cell(values: Sequence[float], form: str, at_least: str, ratio: str) -> Cell:
     if not values:
         return Cell("–")
-    percent = key in ("accuracy", "mean_download_share")
-    form = "{:.1%}" if percent else "{:.0f}" if key == "rounds" else f"{{:.{places}f}}"
-    spread = form.format(statistics.stdev(values) / factor) if len(values) > 1 else ""
-    return Cell(at_least + form.format(statistics.fmean(values) / factor), spread, ratio)
+    spread = form.format(statistics.stdev(values)) if len(values) > 1 else ""
+    return Cell(at_least + form.format(statistics.fmean(values)), spread, ratio)
 
 
-def _unit(units: Any, means: Any) -> tuple[float, str]:
+def _unit(units: tuple[tuple[int, str], ...], means: Iterable[float]) -> tuple[float, str]:
     """One unit for a column: the largest in which its smallest number is not below 1."""
-    if units is None:
+    if not units:
         return 1, ""
     smallest = min((mean for mean in means if mean > 0), default=1)
     return next(((factor, unit) for factor, unit in units if smallest >= factor), units[-1])
 
 
-def _places(means: Any) -> int:
+def _places(means: Iterable[float]) -> int:
     """Decimals that give the smallest number three digits."""
     smallest = min((mean for mean in means if mean > 0), default=1)
     return max(0, 2 - math.floor(math.log10(smallest)))
 
 
-def _best(means: dict[str, float], highest: bool) -> set[str]:
-    if len(means) < 2:
-        return set()
-    best = max(means.values()) if highest else min(means.values())
-    return {label for label, mean in means.items() if mean == best}
-
-
-def _title(target: float | None, why: str, somebody: bool) -> str:
-    if target is None:
+def _title(table: _Summaries, why: str) -> str:
+    if table.target is None:
         return "After the last round"
-    aim = f"{percent(target)} accuracy"
-    if not somebody:
+    aim = f"{percent(table.target)} accuracy"
+    if not table.any_reached:
         return f"After the last round: no run reached {aim}"
     return f"To {aim}" + (f", {why}" if why else "")
 
 
-def _finding(found: dict[str, list[dict[str, Any]]], reached: dict[str, bool], base: str) -> str:
-    means = {
-        label: statistics.fmean(one["down_bytes"] for one in some) for label, some in found.items() if reached[label]
-    }
+def _finding(table: _Summaries) -> str:
+    means = {label: mean for label, mean in table.means("down_bytes").items() if table.reached(label)}
+    base = table.base
     if base not in means or len(means) < 2:
         return ""
     best = min(means, key=lambda label: means[label])
@@ -203,21 +251,25 @@ def _finding(found: dict[str, list[dict[str, Any]]], reached: dict[str, bool], b
     return f"With {best}, clients downloaded {1 - means[best] / means[base]:.0%} less than with {base}: {amounts}."
 
 
-def _note(target: float | None, found: dict[str, list[dict[str, Any]]], somebody: bool) -> str:
-    missed = {label: sum(one["reached_round"] is None for one in some) for label, some in found.items()}
-    if target is None or not any(missed.values()):
+def _note(table: _Summaries) -> str:
+    missed = {
+        label: sum(summary["reached_round"] is None for summary in runs)
+        for label, runs in table.runs.items()
+        if not table.reached(label)
+    }
+    if table.target is None or not missed:
         return ""
-    if not somebody:
+    if not table.any_reached:
         return "These are the numbers at each run's last round: what was paid, not what the target costs."
-    who = ", ".join(f"{label} ({count} of {len(found[label])})" for label, count in missed.items() if count)
-    return f"Not reached by {who}: they count with what they had paid by then, so reaching it costs more (>)."
+    names = ", ".join(f"{label} ({count} of {len(table.runs[label])})" for label, count in missed.items())
+    return f"Not reached by {names}: their costs are those at the last round, so reaching it costs more (>)."
 
 
-def _legend(found: dict[str, list[dict[str, Any]]], base: str) -> str:
-    notes = [f"Ratios (×) are to {base}."] if len(found) > 1 else []
-    if any(len(some) > 1 for some in found.values()):
+def _legend(table: _Summaries) -> str:
+    notes = [f"Ratios (×) are to {table.base}."] if len(table.runs) > 1 else []
+    if any(len(runs) > 1 for runs in table.runs.values()):
         notes.append("± is the standard deviation over seeds.")
-    notes.append("DV counts every byte sent to invited clients, also to those not used; TV adds what the used upload.")
-    if any(one["total_s"] is not None for some in found.values() for one in some):
-        notes.append("DT and TT are sums over rounds, each lasting until the last of the used clients has arrived.")
+    notes.append("DV counts every byte sent to invited clients, used or not; TV adds the uploads of used clients.")
+    if any(summary["total_s"] is not None for summary in table.all):
+        notes.append("DT and TT are sums over rounds; a round ends when the last used client has arrived.")
     return " ".join(notes)

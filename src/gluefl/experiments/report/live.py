@@ -1,4 +1,4 @@
-"""The page while runs go on: served on this machine only, built again when a journal has grown."""
+"""The live page of running experiments: served on this machine only, rendered again when a journal has grown."""
 
 import hashlib
 import threading
@@ -9,49 +9,50 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from gluefl.errors import UsageError
+from gluefl.experiments.report.comparison import read
 from gluefl.experiments.report.page import render
-from gluefl.experiments.report.reading import find, read
+from gluefl.experiments.runs import CONFIG, FAILURE, JOURNAL, SUMMARY, find
 
 
 class Watch:
-    """The newest page of some folders, built when somebody asks and something has changed."""
+    """The current page of the given folders, rendered on request if a file has changed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders, self._lock = folders, threading.Lock()
-        self._version, self._page, self._rest_until = "", "", 0.0
+        self._version, self._page, self._next_s = "", "", 0.0
 
     def newest(self) -> tuple[str, str]:
         """Version and page."""
         with self._lock:
-            if time.monotonic() >= self._rest_until:
+            if time.monotonic() >= self._next_s:
                 began, folders = time.monotonic(), [folder for folder in self._folders if folder.is_dir()]
                 version = fingerprint(folders)
                 if version != self._version:
                     self._version, self._page = version, render(read(folders), version)
-                # Large journals take a while to read: leave the processor to the runs most of the time.
-                self._rest_until = time.monotonic() + 4 * (time.monotonic() - began)
+                # Reading large journals takes time: use at most a fifth of it, the runs need the processor.
+                self._next_s = time.monotonic() + 4 * (time.monotonic() - began)
             return self._version, self._page
 
 
 def fingerprint(folders: Sequence[Path]) -> str:
-    """Another text whenever a journal, a summary or a configuration has changed."""
-    known = hashlib.sha256()
+    """A text that changes whenever a file of a run changes."""
+    digest = hashlib.sha256()
     for run in find(folders):
-        for name in ("journal.jsonl", "summary.json", "config.toml"):
+        for name in (JOURNAL, SUMMARY, CONFIG, FAILURE):
             if (run / name).exists():
                 state = (run / name).stat()
-                known.update(f"{run}/{name} {state.st_size} {state.st_mtime_ns}\n".encode())
-    return known.hexdigest()[:16]
+                digest.update(f"{run}/{name} {state.st_size} {state.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 @contextmanager
 def serving(folders: Sequence[Path], port: int) -> Iterator[str]:
-    """Serve the page of some folders from a thread; gives its address. Port 0 takes any free one."""
+    """Serve the page of the given folders from a thread; yields its address. Port 0 takes any free port."""
     watch = Watch(folders)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # A page of another site must not read this one under a name of its own (DNS rebinding).
+            # Prevents DNS rebinding: a page of another site must not read this one through a host name of its own.
             if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in ("127.0.0.1", "localhost"):
                 self.send_error(403)
             elif self.path == "/":
@@ -71,7 +72,7 @@ def serving(folders: Sequence[Path], port: int) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Nobody wants a line for every look."""
+            """Requests are not logged."""
 
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -1,4 +1,4 @@
-"""One self-contained page: tables as HTML, figures as data that a small script of its own draws."""
+"""One self-contained page: tables as HTML, figures as data that a script in the page draws."""
 
 import json
 import re
@@ -15,17 +15,18 @@ from markupsafe import Markup
 from gluefl import __version__
 from gluefl.errors import UsageError
 from gluefl.experiments.console import percent
+from gluefl.experiments.report.comparison import Comparison, palette, read
 from gluefl.experiments.report.figures import Figure, Series, figures, thinned
 from gluefl.experiments.report.headline import Headline, differences, headlines
-from gluefl.experiments.report.reading import Comparison, Run, palette, read
+from gluefl.experiments.runs import Run
 
-# Some 20 bytes a point: the page stays well under 2 MB however many runs it shows.
+# About 20 bytes a point: the page stays well under 2 MB with any number of runs.
 POINTS, POINTS_A_LINE = 50_000, 400
 
 
 @dataclass(frozen=True)
 class Section:
-    """What the template shows of a comparison."""
+    """A comparison in the form that the template shows."""
 
     title: str
     facts: tuple[str, ...]
@@ -38,7 +39,7 @@ class Section:
 
 
 def write(folders: Sequence[Path], out: Path) -> Path:
-    """Read some folders and write their page."""
+    """Read the given folders and write their page."""
     comparisons = read(folders)
     if not comparisons:
         raise UsageError(f"there is no run in {', '.join(map(str, folders))}: a run folder holds a journal.jsonl.")
@@ -48,14 +49,18 @@ def write(folders: Sequence[Path], out: Path) -> Path:
 
 
 def render(comparisons: Sequence[Comparison], version: str = "") -> str:
-    """The page. With a version it asks its server for a newer one; without, it asks nobody for anything."""
+    """The page. With a version it polls its server for a newer one; without, it makes no requests."""
     sections = [_section(comparison) for comparison in comparisons]
     lines = sum(len(figure.series) for section in sections for figure in section.figures)
     points = max(8, min(POINTS_A_LINE, POINTS // max(1, lines)))
-    sections = [replace(one, figures=[thinned(figure, points) for figure in one.figures]) for one in sections]
+    sections = [
+        replace(section, figures=[thinned(figure, points) for figure in section.figures]) for section in sections
+    ]
     data = {
         "colours": palette(label for section in sections for label in section.labels),
-        "figures": {f"{i}-{figure.key}": _plain(figure) for i, one in enumerate(sections) for figure in one.figures},
+        "figures": {
+            f"{i}-{figure.key}": _plain(figure) for i, section in enumerate(sections) for figure in section.figures
+        },
     }
     environment = Environment(
         loader=PackageLoader("gluefl", "experiments/report"), autoescape=True, undefined=StrictUndefined
@@ -86,7 +91,7 @@ def _section(comparison: Comparison) -> Section:
     seeds = sorted({run.seed for run in comparison.runs if run.seed is not None})
     facts = [
         f"{config['population.clients']:,} clients" if "population.clients" in config else "",
-        f"{first.size('cohort')} used a round" if first.size("cohort") else "",
+        f"{first.size('cohort')} used per round" if first.size("cohort") else "",
         f"target {percent(first.target)}" if first.target else "no target",
         f"network {', '.join(networks)}" if any(name != "instant" for name in networks) else "",
         f"seed{'s' if len(seeds) > 1 else ''} {_ranges(seeds)}" if seeds else "",
@@ -115,7 +120,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _plain(figure: Figure) -> dict[str, Any]:
-    """A figure as JSON, with the digits that an eye can see."""
+    """A figure as JSON, with five significant digits."""
 
     def short(value: Any) -> Any:
         if isinstance(value, float):

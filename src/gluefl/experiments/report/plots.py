@@ -1,4 +1,4 @@
-"""The figures for a paper: SVG, PNG and CSV of each, and the tables as CSV."""
+"""Figures for a paper: each as SVG, PNG and CSV, and the tables as CSV."""
 
 import csv
 import importlib
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gluefl.errors import MissingExtra, UsageError
+from gluefl.experiments.report.comparison import Comparison, palette, read
 from gluefl.experiments.report.figures import Axis, Figure, figures
 from gluefl.experiments.report.headline import Headline, headlines
-from gluefl.experiments.report.reading import Comparison, palette, read
 
 COLOURS = ("#2a78d6", "#eb6834", "#1a9c6e", "#6a4bbf", "#c98a00", "#d6487f", "#0f7f8c", "#7a6a58")
 PARTS = ("#2a5d9c", "#b9c3d0", "#7fb0e4", "#e6c98f")
@@ -32,7 +32,7 @@ STYLE = {
 
 
 def write(folders: Sequence[Path], out: Path) -> list[Path]:
-    """All figures and tables of some folders; those of a second comparison have a 2 before their names."""
+    """Write all figures and tables of the given folders; names of a second comparison start with 2-."""
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError as error:
@@ -65,7 +65,7 @@ def _comparison(comparison: Comparison, stem: str) -> list[Path]:
 
 
 def draw(figure: Figure, colours: Mapping[str, str]) -> Any:
-    """A figure of matplotlib, of the width of a column."""
+    """A matplotlib figure of one column's width."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(4.2, 0.7 + 0.35 * len(figure.bars) if figure.bars else 2.8), layout="constrained")

@@ -1,15 +1,13 @@
-"""A run as TensorBoard sees it: accuracy, loss, bytes and seconds of every round, in the run's folder."""
+"""TensorBoard tracking: accuracy, loss, bytes and seconds of every round, written into the run's folder."""
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from gluefl.errors import MissingExtra
-
-Callbacks = list[Callable[[Any, Any], None]]
-Tracker = Callable[[Path], AbstractContextManager[Callbacks]]
+from gluefl.experiments.runner import Callback, Tracker
 
 SCALARS = {
     "accuracy": "accuracy",
@@ -26,7 +24,7 @@ SCALARS = {
 
 
 def tracker(name: str | None) -> Tracker:
-    """What follows a run by the name the command line gives it; nothing for None."""
+    """The tracker of this name; None tracks nothing."""
     if name is None:
         return lambda folder: nullcontext([])
     try:
@@ -37,7 +35,7 @@ def tracker(name: str | None) -> Tracker:
 
 
 @contextmanager
-def tensorboard(folder: Path) -> Iterator[Callbacks]:
+def tensorboard(folder: Path) -> Iterator[list[Callback]]:
     """A callback that writes every round into the folder of its run: `tensorboard --logdir` the one above."""
     from tensorboardX import SummaryWriter
 
@@ -46,7 +44,8 @@ def tensorboard(folder: Path) -> Iterator[Callbacks]:
     def write(line: Any, state: Any) -> None:
         nonlocal writer
         if writer is None:
-            # Only now: the run refuses a folder that is not empty. Rounds played again after --resume are replaced.
+            # Opened after the first round, because a run refuses a folder that is not empty. Rounds that are repeated
+            # after --resume replace the old ones.
             writer = SummaryWriter(str(folder), purge_step=line["round"], write_to_disk=True)
         for tag, key in SCALARS.items():
             if line.get(key) is not None:

@@ -1,4 +1,4 @@
-"""The figure of `gluefl plan`: what sticky sampling saves in download against what it costs in variance."""
+"""The figure of `gluefl plan`: download against variance for all candidate sizes."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """A line for every S, a point for every C on it; the planned pair is marked."""
+    """A line for every S, with a point for every C; the chosen pair is marked."""
     if path.suffix not in FORMATS:
         raise UsageError(f"{path}: a figure ends in {', '.join(FORMATS)}.")
     try:
@@ -19,12 +19,12 @@ def draw(plan: Plan, path: Path) -> None:
 
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    for size in sorted({found.sticky_size for found in plan.candidates}):
+    for size in sorted({pair.sticky_size for pair in plan.candidates}):
         line = sorted((c for c in plan.candidates if c.sticky_size == size), key=lambda c: c.sticky_cohort)
-        shares = [found.download_share for found in line]
-        axes.plot([found.variance_factor for found in line], shares, marker="o", markersize=3, label=f"S = {size}")
-    planned = f"S = {plan.sticky_size}, C = {plan.sticky_cohort}"
-    axes.plot(plan.variance_factor, plan.expected_download_share, "k*", markersize=12, label=planned)
+        shares = [pair.download_share for pair in line]
+        axes.plot([pair.variance_factor for pair in line], shares, marker="o", markersize=3, label=f"S = {size}")
+    chosen = f"S = {plan.sticky_size}, C = {plan.sticky_cohort}"
+    axes.plot(plan.variance_factor, plan.expected_download_share, "k*", markersize=12, label=chosen)
     axes.plot(1, plan.uniform_download_share, "ks", markersize=5, label="uniform sampling")
     axes.set_xlabel("variance factor A (effective cohort K/A)")
     axes.set_ylabel("share of the model downloaded\nper client and round")

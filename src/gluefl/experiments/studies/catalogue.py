@@ -1,4 +1,4 @@
-"""What a study is: its file, and the configurations of its runs at either scale."""
+"""The catalogue of studies: their files, and the configurations of their runs at both scales."""
 
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -16,45 +16,46 @@ SHARED = "settings"
 
 
 class Study(BaseModel):
-    """A study's file: the question, what the paper found, and what differs between the runs."""
+    """A study's file: the question, the finding of the paper, and the differences between the runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
     question: str
-    found: str  # by the paper
+    finding: str  # of the paper
     measures: tuple[str, ...] = ()  # columns of the main table
-    ratios: tuple[str, ...] = ()  # those that are also shown as a ratio to the baseline
+    ratios: tuple[str, ...] = ()  # measures that are also shown as a ratio to the baseline
     baseline: str | None = None
     tables: tuple[str, ...] = ()  # further tables, by name
     compare: dict[str, Any] = Field(default_factory=dict)  # the runs, as in the file of `gluefl compare`
-    config: dict[str, Any] = Field(default_factory=dict)  # at either scale
+    config: dict[str, Any] = Field(default_factory=dict)  # at both scales
     paper: dict[str, Any] = Field(default_factory=dict)
     small: dict[str, Any] = Field(default_factory=dict)
-    model: dict[str, Any] = Field(default_factory=dict)  # what goes with a model
+    model: dict[str, Any] = Field(default_factory=dict)  # settings by model
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user chose of a study."""
+    """Options of a study."""
 
     scale: Scale = "small"
     population: str | None = None
     model: str | None = None
     rounds: int | None = None
     sets: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()  # some of its runs
+    only: tuple[str, ...] = ()  # labels of the runs to make, all if empty
+    seeds: tuple[int, ...] = ()  # those of the scale if empty
 
 
 def names() -> list[str]:
     """All studies, tables before figures, as the paper numbers them."""
-    found = [entry.name.removesuffix(".toml") for entry in files(__package__).iterdir() if entry.name.endswith(".toml")]
+    stems = [entry.name.removesuffix(".toml") for entry in files(__package__).iterdir() if entry.name.endswith(".toml")]
 
     def order(name: str) -> tuple[int, int, str]:
         kind = next((i for i, prefix in enumerate(("table", "figure")) if name.startswith(prefix)), 2)
         number = "".join(c for c in name if c.isdigit())
         return kind, int(number or 0), name
 
-    return sorted((name for name in found if name != SHARED), key=order)
+    return sorted((name for name in stems if name != SHARED), key=order)
 
 
 def load(name: str) -> Study:
@@ -68,28 +69,28 @@ def load(name: str) -> Study:
 
 
 def seeds(study: Study, choice: Choice) -> list[int]:
-    """The seeds of a study at a scale."""
-    return list(getattr(study, choice.scale).get("seeds", _file(SHARED)[choice.scale]["seeds"]))
+    """The chosen seeds, or those of the study at this scale."""
+    return list(choice.seeds or getattr(study, choice.scale).get("seeds", _file(SHARED)[choice.scale]["seeds"]))
 
 
 def configurations(study: Study, choice: Choice) -> dict[str, Config]:
     """The configuration of every run by its label; empty for a study that trains nothing."""
     if not study.compare:
         return {}
-    found = variants(raw(study, choice), f"the study {study.name}")
-    if unknown := [label for label in choice.only if label not in found]:
-        raise UsageError(f"the study {study.name} has no run '{unknown[0]}'; it has {', '.join(found)}.")
-    return {label: config for label, config in found.items() if not choice.only or label in choice.only}
+    configs = variants(raw(study, choice), f"the study {study.name}")
+    if unknown := [label for label in choice.only if label not in configs]:
+        raise UsageError(f"the study {study.name} has no run '{unknown[0]}'; it has {', '.join(configs)}.")
+    return {label: config for label, config in configs.items() if not choice.only or label in choice.only}
 
 
 def raw(study: Study, choice: Choice) -> dict[str, Any]:
-    """The study as a configuration for `gluefl compare`: general settings first, what was chosen last."""
+    """The study as a configuration for `gluefl compare`; later layers override earlier ones, options come last."""
     shared = _file(SHARED)
     scale: Mapping[str, Any] = getattr(study, choice.scale)
     own = [study.config, {"compare": study.compare}, _without_seeds(scale)]
     tree = _layered([shared["config"], _without_seeds(shared[choice.scale]), *own])
     model = choice.model or str(tree["model"]["name"])
-    # Once more from the start: what goes with the model lies below what the study says.
+    # Layered again, because the settings of a model have a lower priority than those of the study.
     tree = _layered(
         [
             shared["config"],
@@ -102,7 +103,7 @@ def raw(study: Study, choice: Choice) -> dict[str, Any]:
     if choice.model:
         tree["model"] = {"name": model}
     if choice.population and choice.population != tree["population"]["name"]:
-        # Its own options mean nothing to another population; the number of clients does.
+        # Options of a population do not apply to another one; the number of clients does.
         tree["population"] = {"name": choice.population}
         if choice.scale == "small":
             tree["population"]["clients"] = shared["small"]["population"]["clients"]

@@ -1,4 +1,4 @@
-"""A whole study: its runs, its tables, `study.json`."""
+"""Conducting a study: its runs, its tables, `study.json`."""
 
 import json
 import time
@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from gluefl.errors import UsageError
-from gluefl.experiments.grid import planned
+from gluefl.experiments.grid import RunSpec, expand
+from gluefl.experiments.processes import WorkerProcesses
+from gluefl.experiments.runner import Executor, execute
+from gluefl.experiments.runs import read_run
 from gluefl.experiments.studies.catalogue import Choice, Study, configurations, seeds
 from gluefl.experiments.studies.findings import AT_TARGET, Grid, findings
-from gluefl.experiments.studies.measures import Run
-from gluefl.experiments.studies.runner import execute
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A study that is over."""
+    """The result of a study."""
 
     study: Study
     heading: str  # scale, seeds and size in one line
@@ -29,29 +30,28 @@ def conduct(
     study: Study,
     choice: Choice,
     out: Path,
-    chosen_seeds: Sequence[int] | None = None,
-    device: str = "cpu",
-    jobs: int | None = None,
+    executor: Executor | None = None,
     resume: bool = False,
     reuse: Path | None = None,
     at: float | None = None,
 ) -> Outcome:
-    """Run what is not done yet, here or below the folder `reuse`, measure, at the accuracy `at` if one is given, and
-    write `out/study.json`."""
+    """Run what is not done yet, in `out` or below the folder `reuse`; then write the tables into `out/study.json`.
+
+    The tables are computed at the accuracy `at` if it is given, otherwise at the targets of the study.
+    """
     if at is not None and not AT_TARGET & set(study.measures):
         raise UsageError(f"--at {at}: no table of the study {study.name} is about an accuracy.")
     began = time.monotonic()
     variants = configurations(study, choice)
-    used = list(chosen_seeds or seeds(study, choice))
-    plan = planned(variants, used, out) if variants else []
-    execute(plan, device, jobs, resume, reuse)
-    runs = [Run.read(item) for item in plan]
-    grids = tuple(findings(study, runs, at))
-    heading = _heading(choice, runs, used)
-    found: dict[str, Any] = {
+    used = seeds(study, choice)
+    specs = expand(variants, used, out) if variants else []
+    execute(specs, executor or WorkerProcesses(), resume, reuse)
+    grids = tuple(findings(study, [read_run(spec.folder) for spec in specs], at))
+    heading = _heading(choice, specs, used)
+    result: dict[str, Any] = {
         "study": study.name,
         "question": study.question,
-        "paper": study.found,
+        "paper": study.finding,
         "scale": choice.scale,
         "seeds": used,
         "heading": heading,
@@ -59,14 +59,14 @@ def conduct(
         "wall_s": time.monotonic() - began,
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / "study.json").write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    return Outcome(study, heading, grids, found)
+    (out / "study.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return Outcome(study, heading, grids, result)
 
 
-def _heading(choice: Choice, runs: Sequence[Run], used: Sequence[int]) -> str:
-    if not runs:
+def _heading(choice: Choice, specs: Sequence[RunSpec], used: Sequence[int]) -> str:
+    if not specs:
         return "Nothing is trained."
-    config = runs[0].config
+    config = specs[0].config
     clients = config.population.clients or "all"
     return (
         f"Scale {choice.scale}: {config.population.name} with {clients} clients, {config.model.name}, "

@@ -1,4 +1,4 @@
-"""What a study answers: grids of estimates, the same for the terminal, for markdown and as JSON."""
+"""The results of a study as tables of estimates, which are then printed or written as JSON."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from gluefl.experiments.console import percent
+from gluefl.experiments.runs import Run
 from gluefl.experiments.studies.catalogue import Study
 from gluefl.experiments.studies.intervals import Estimate, estimate
-from gluefl.experiments.studies.measures import MEASURES, Form, Run, common_target
+from gluefl.experiments.studies.measures import MEASURES, Form, common_target
 from gluefl.fleet import Fleet
 
 AT_TARGET = {"rounds", "download", "total", "download_time", "total_time"}  # measures up to the target
@@ -19,7 +20,7 @@ SKIPPED = ((1, 1), (2, 2), (3, 5), (6, 10), (11, 20), (21, 50), (51, None))  # r
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of all rows."""
+    """A column: one measure."""
 
     name: str
     heading: str
@@ -28,7 +29,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table: rows by label, a figure or nothing in each cell."""
+    """A table: rows by label; cells may be empty."""
 
     title: str
     corner: str
@@ -37,7 +38,7 @@ class Grid:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The figures, rows by label and columns by name."""
+        """The values, rows by label and columns by name."""
         rows = {
             label: {name: cell.as_json() if cell else None for name, cell in cells.items()}
             for label, cells in self.rows.items()
@@ -46,36 +47,38 @@ class Grid:
 
 
 def findings(study: Study, runs: Sequence[Run], at: float | None = None) -> list[Grid]:
-    """The tables of a study whose runs are over, at an accuracy or at those that the study chooses."""
+    """The tables of a study, at the accuracy `at` if it is given, otherwise at the targets of the study."""
     targets = [at] if at is not None else _targets(study, runs)
     grids = [main_table(study, runs, target) for target in targets] if study.measures else []
     return grids + [TABLES[name](runs) for name in study.tables]
 
 
 def _targets(study: Study, runs: Sequence[Run]) -> list[float | None]:
-    """The target of the configuration; where not every run reached it, the highest that all of them did, too."""
-    configured = {run.config.target for run in runs}
+    """The configured target; if a run missed it, also the highest accuracy that all runs reached."""
+    configured = {run.target for run in runs}
     common, target = common_target(runs), configured.pop() if len(configured) == 1 else None
     if target is None:
         return [common]
-    missed = any(run.until(target) is None for run in runs if run.error is None)
+    missed = any(run.until(target) is None for run in runs if run.failure is None)
     return [target, common] if AT_TARGET & set(study.measures) and missed and common else [target]
 
 
 def main_table(study: Study, runs: Sequence[Run], target: float | None) -> Grid:
-    """A row per run, means over the seeds; ratios are taken seed by seed, which share start and data."""
+    """A row per variant, means over the seeds. Ratios are taken per seed: runs of one seed share start and data."""
     by_label = _by_label(runs)
     base = {run.seed: run for run in by_label.get(study.baseline or "", [])}
     columns, rows = list[Column](), {label: dict[str, Estimate | None]() for label in by_label}
     for name in study.measures:
         measure = MEASURES[name]
         columns.append(Column(name, measure.heading, measure.form))
-        for label, some in by_label.items():
-            rows[label][name] = estimate([measure.of(run, target) for run in some])
+        for label, repetitions in by_label.items():
+            rows[label][name] = estimate([measure.of(run, target) for run in repetitions])
         if name in study.ratios and base:
             columns.append(Column(f"{name}_ratio", f"to {study.baseline}", "number"))
-            for label, some in by_label.items():
-                ratios = [_ratio(measure.of(run, target), _of(base.get(run.seed), measure.of, target)) for run in some]
+            for label, repetitions in by_label.items():
+                ratios = [
+                    _ratio(measure.of(run, target), _of(base.get(run.seed), measure.of, target)) for run in repetitions
+                ]
                 rows[label][f"{name}_ratio"] = estimate(ratios)
     at_target = AT_TARGET & set(study.measures)
     title = f"At {percent(target)} accuracy" if at_target and target is not None else "Over all rounds"
@@ -89,14 +92,15 @@ def by_skipped_rounds(runs: Sequence[Run]) -> Grid:
     for first, last in SKIPPED:
         label = "51 or more" if last is None else str(first) if first == last else f"{first}–{last}"
         rows[label] = {
-            name: estimate([_downloaded(run, first, last) for run in some]) for name, some in by_label.items()
+            name: estimate([_downloaded(run, first, last) for run in repetitions])
+            for name, repetitions in by_label.items()
         }
     columns = tuple(Column(name, name, "percent") for name in by_label)
     return Grid("Share of the model downloaded", "rounds since the last download", columns, rows)
 
 
 def bandwidths(runs: Sequence[Run] = (), clients: int = 100_000) -> Grid:
-    """Figure 1: quantiles of the networks, in Mbit/s, and who is at 10 Mbit/s or below."""
+    """Figure 1: quantiles of the networks in Mbit/s, and the share of clients at 10 Mbit/s or below."""
     columns = [Column(f"p{p}", f"{p}%", "speed") for p in (5, 10, 25, 50, 75, 90, 95)]
     rows = {}
     for network in ("edge", "5g", "cloud"):
@@ -144,9 +148,9 @@ def _exact(value: Any) -> Estimate:
 
 
 def _notes(runs: Sequence[Run], target: float | None) -> tuple[str, ...]:
-    notes = [f"{run.label}, seed {run.seed}, diverged after round {len(run.lines)}." for run in runs if run.error]
+    notes = [f"{run.label}, seed {run.seed}, diverged after round {len(run.lines)}." for run in runs if run.failure]
     if target is not None:
-        missed = [run for run in runs if not run.error and run.until(target) is None]
+        missed = [run for run in runs if not run.failure and run.until(target) is None]
         aim = percent(target)
         notes += [f"{run.label}, seed {run.seed}, did not reach {aim} (best {run.best or 0:.1%})." for run in missed]
     return tuple(notes)

@@ -1,24 +1,23 @@
-"""Several seeds: a mean, and the interval in which the true one lies with 95% confidence (Student's t)."""
+"""Mean over several seeds, with its 95% confidence interval (Student's t)."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of some runs. One run alone has no interval."""
+    """The mean over runs. A single run has no interval."""
 
     mean: float
     half_width: float | None
     values: tuple[float, ...]
-    missing: int = 0  # runs in which there was nothing to measure: the target was not reached, say
+    missing: int = 0  # runs without a value, for example because they did not reach the target
 
     def as_json(self) -> dict[str, object]:
-        """Mean, bounds and what they come from."""
+        """Mean, bounds, and the values they were computed from."""
         low, high = (
             (None, None) if self.half_width is None else (self.mean - self.half_width, self.mean + self.half_width)
         )
@@ -26,19 +25,18 @@ class Estimate:
 
 
 def estimate(values: Sequence[float | None], confidence: float = CONFIDENCE) -> Estimate | None:
-    """Mean and interval of the values that are known: `estimate([0.71, 0.73, 0.72])`."""
-    known = tuple(float(value) for value in values if value is not None)
-    n = len(known)
+    """Mean and interval of the values that are not None: `estimate([0.71, 0.73, 0.72])`."""
+    measured = tuple(float(value) for value in values if value is not None)
+    n = len(measured)
     if n == 0:
         return None
-    mean = math.fsum(known) / n
+    mean = math.fsum(measured) / n
     if n == 1:
-        return Estimate(mean, None, known, len(values) - n)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in known) / (n - 1))
-    return Estimate(mean, student_t(n - 1, confidence) * deviation / math.sqrt(n), known, len(values) - n)
+        return Estimate(mean, None, measured, len(values) - n)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in measured) / (n - 1))
+    return Estimate(mean, student_t(n - 1, confidence) * deviation / math.sqrt(n), measured, len(values) - n)
 
 
-@cache
 def student_t(freedom: int, confidence: float = CONFIDENCE) -> float:
     """The t with P(|T| < t) = confidence: 4.303 for two degrees of freedom and 95%."""
     low, high = 0.0, math.pi / 2

@@ -1,4 +1,4 @@
-"""A study's tables in the terminal and as markdown."""
+"""The tables of a study, for the terminal and as markdown."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from gluefl.experiments.studies.findings import Grid
 from gluefl.experiments.studies.intervals import Estimate
 from gluefl.experiments.studies.measures import Form
 
-WIDTH = 240  # characters, in a file
+WIDTH = 240  # characters, where standard output is not a terminal
 FORMS = {
     "count": "{:.0f}",
     "number": "{:.2f}",
@@ -22,7 +22,7 @@ FORMS = {
 
 
 def written(value: float, form: Form) -> str:
-    """A figure as people read it."""
+    """A number with its unit."""
     if form == "volume":
         return volume(value)
     if form == "speed":
@@ -30,16 +30,16 @@ def written(value: float, form: Form) -> str:
     return duration(value) if form == "duration" else FORMS[form].format(value)
 
 
-def cell(found: Estimate | None, form: Form) -> str:
-    """Mean ± half the width of the interval; a dash where nothing was measured, a star where something is missing."""
-    if found is None:
+def cell(value: Estimate | None, form: Form) -> str:
+    """Mean ± half the width of the interval; a dash without a value, a star where a seed has none."""
+    if value is None:
         return "–"
-    spread = "" if found.half_width is None else f" ± {written(found.half_width, form)}"
-    return f"{written(found.mean, form)}{spread}{'*' if found.missing else ''}"
+    spread = "" if value.half_width is None else f" ± {written(value.half_width, form)}"
+    return f"{written(value.mean, form)}{spread}{'*' if value.missing else ''}"
 
 
 def show(grids: Sequence[Grid]) -> None:
-    """Print them; wide when it is not a terminal that has a width."""
+    """Print all tables; wide if standard output is not a terminal."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for grid in grids:
         console.print(table(grid))
@@ -59,7 +59,7 @@ def table(grid: Grid) -> Table:
 
 def markdown(study: Study, grids: Sequence[Grid], heading: str) -> str:
     """For docs/reproduction.md: the question, the tables, their notes."""
-    parts = [f"### {study.name}: {study.question}", f"Paper: {study.found}", heading]
+    parts = [f"### {study.name}: {study.question}", f"Paper: {study.finding}", heading]
     for grid in grids:
         header = [grid.corner, *(column.heading for column in grid.columns)]
         lines = [f"**{grid.title}**", "", _line(header), _line(["---"] + ["---:"] * len(grid.columns))]
@@ -76,9 +76,9 @@ def _cells(grid: Grid) -> list[list[str]]:
 
 
 def _legend(grid: Grid) -> list[str]:
-    found = [found for cells in grid.rows.values() for found in cells.values() if found]
-    legend = ["± is half of the 95% interval over the seeds."] if any(e.half_width is not None for e in found) else []
-    return legend + (["* not in all seeds."] if any(e.missing for e in found) else [])
+    values = [value for cells in grid.rows.values() for value in cells.values() if value]
+    legend = ["± is half of the 95% interval over the seeds."] if any(e.half_width is not None for e in values) else []
+    return legend + (["* not in all seeds."] if any(e.missing for e in values) else [])
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,1 +1,1 @@
-"""Sticky sampling on paper: staleness, variance, which sizes to choose."""
+"""The theory of sticky sampling: return probabilities, staleness, variance, and the choice of sizes."""

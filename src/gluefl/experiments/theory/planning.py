@@ -1,9 +1,11 @@
-"""What sticky sampling will do before anything is trained: Propositions 1 and 2, the variance factor of Theorem 2,
-the share of the model that clients will download, and which sizes to choose. docs/planning.md derives it."""
+"""Planning without training: the effect of sticky sampling on download and variance, and which sizes to choose.
 
-import math
+docs/planning.md derives it.
+"""
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,14 @@ import numpy as np
 
 from gluefl.core.sampling import Sticky, Uniform
 from gluefl.errors import UsageError
+from gluefl.experiments.runs import JOURNAL, read_run
+from gluefl.experiments.theory.propositions import (
+    horizon,
+    mean_return_rounds,
+    sticky_return,
+    uniform_return,
+    variance_factor,
+)
 from gluefl.experiments.theory.staleness import (
     Floats,
     download_share,
@@ -20,59 +30,18 @@ from gluefl.experiments.theory.staleness import (
     staleness,
 )
 from gluefl.fleet import Fleet
-from gluefl.storage import journal
 
 # GlueFL needs 1.6–2.2 times the rounds of FedAvg in the paper's Table 2, at A = 4.6–4.8: rounds grow like A^0.42.
 VARIANCE_EXPONENT = 0.42
-# The least share of clients online in the authors' runs: a sticky group must be served from those.
+# The lowest share of clients online in the authors' runs: the sticky group must be served from these.
 ONLINE_SHARE = 0.3
 MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16)  # candidates for S/K
 TENTHS = range(1, 10)  # candidates for 10·C/K
 
 
-def uniform_return(clients: int, cohort: int, r: int) -> float:
-    """Proposition 1: the probability that a client just sampled is next sampled after exactly r rounds."""
-    p = cohort / clients
-    return p * (1 - p) ** (r - 1)
-
-
-def sticky_return(clients: int, cohort: int, sticky_size: int, sticky_cohort: int, r: int) -> float:
-    """Proposition 2: the same for a client of the sticky group, from it or from outside after an eviction."""
-    stay = 1 - cohort / sticky_size  # neither sampled nor evicted
-    leave = (cohort - sticky_cohort) / sticky_size
-    back = (cohort - sticky_cohort) / (clients - sticky_size)
-    inside = sticky_cohort / sticky_size * stay ** (r - 1)
-    # Σ over the round of the eviction: it stayed r−i−1 rounds, left, then missed i−1 rounds outside.
-    outside = sum(leave * back * stay ** (r - i - 1) * (1 - back) ** (i - 1) for i in range(1, r))
-    return inside + outside
-
-
-def mean_return_rounds(clients: int, cohort: int) -> float:
-    """Both propositions: a client is sampled every N/K rounds, sticky or not."""
-    return clients / cohort
-
-
-def variance_factor(clients: int, cohort: int, sticky_size: int, sticky_cohort: int, squares: float = 0.0) -> float:
-    """A of Theorem 2: K/N (S²/C + (N−S)²/(K−C)) Σ p_i². 1 for uniform sampling and equal importance."""
-    squares = squares or 1 / clients
-    if sticky_size == 0:
-        return clients * squares
-    spread = sticky_size**2 / sticky_cohort + (clients - sticky_size) ** 2 / (cohort - sticky_cohort)
-    return cohort / clients * spread * squares
-
-
-def horizon(clients: int, cohort: int, sticky_size: int, sticky_cohort: int) -> int:
-    """App. A.3: up to this many rounds a sticky client is likelier to return than a uniform one; 0 if never."""
-    gain = sticky_cohort * clients / (sticky_size * cohort)
-    if gain <= 1 or sticky_size <= cohort:
-        return 0 if gain <= 1 else 1
-    decay = sticky_size * (clients - cohort) / (clients * (sticky_size - cohort))
-    return 1 + math.floor(math.log(gain) / math.log(decay))
-
-
 @dataclass(frozen=True)
 class Candidate:
-    """A pair of sizes, and what it costs."""
+    """A pair of sizes and its costs."""
 
     sticky_size: int  # S
     sticky_cohort: int  # C
@@ -83,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to expect of sticky sampling with some sizes, and of others."""
+    """The expected effect of sticky sampling with the chosen sizes, and other candidates."""
 
     clients: int  # N
     cohort: int  # K
@@ -95,15 +64,15 @@ class Plan:
     variance_factor: float  # A
     effective_cohort: float  # K/A
     expected_download_share: float  # of the model, per client and round
-    horizon: int  # up to so many rounds a sticky client is likelier to return than a uniform one
+    horizon: int  # up to this many rounds a sticky client returns with a higher probability than a uniform one
     uniform_download_share: float  # with the same masks, but without a sticky group
     candidates: tuple[Candidate, ...]  # the cheapest first
     reason: str
-    down_bytes: float | None = None  # of one download, where the parameters are known
-    download_s: tuple[float, float] | None = None  # of the median client and of one in ten, on the network
+    down_bytes: float | None = None  # of one download, if the number of parameters is given
+    download_s: tuple[float, float] | None = None  # of the median client and of the 90th percentile, on the network
 
     def as_json(self) -> dict[str, Any]:
-        """What `gluefl plan --json` prints."""
+        """The object that `gluefl plan --json` prints."""
         names = (
             "sticky_size",
             "sticky_cohort",
@@ -117,58 +86,116 @@ class Plan:
         return {name: getattr(self, name) for name in names} | {"resample_probability": [*self.resample_probability]}
 
 
-def plan(
-    clients: int,
-    cohort: int,
-    sticky_size: int | None = None,
-    sticky_cohort: int | None = None,
-    *,
-    rounds: int = 1000,
-    q: float = 0.2,
-    q_shared: float = 0.16,
-    regenerate_every: int | None = 10,
-    over_commitment: float = 1.0,
-    parameters: int | None = None,
-    network: str | None = None,
-    staleness_cost: Sequence[float] | None = None,
-    variance_exponent: float = VARIANCE_EXPONENT,
-    online_share: float = ONLINE_SHARE,
-) -> Plan:
-    """What these sizes will do, before anything is trained; sizes that are not given are chosen.
+@dataclass(frozen=True)
+class Scenario:
+    """What a plan assumes of the federation.
 
     `staleness_cost` is the share of the model that a client downloads after 1, 2, … rounds (the last value holds
-    from there on), where it was measured; otherwise it follows from q, q_shared and regenerate_every.
+    from there on), if it was measured; otherwise it follows from q, q_shared and regenerate_every.
+    """
+
+    clients: int  # N
+    cohort: int  # K
+    rounds: int = 1000  # over which the download is averaged
+    q: float = 0.2
+    q_shared: float = 0.16
+    regenerate_every: int | None = 10  # I, None for never
+    over_commitment: float = 1.0
+    parameters: int | None = None  # d, for bytes
+    network: str | None = None  # for seconds
+    staleness_cost: Sequence[float] | None = None
+    variance_exponent: float = VARIANCE_EXPONENT
+    online_share: float = ONLINE_SHARE
+
+    def __post_init__(self) -> None:
+        n, k, every, d = self.clients, self.cohort, self.regenerate_every, self.parameters
+        shares = f"q = {self.q} and q_shared = {self.q_shared}"
+        checks = [
+            (2 <= k < n, f"cohort K = {k} must lie between 2 and the population N − 1 = {n - 1}"),
+            (self.rounds >= 1, f"rounds = {self.rounds} must be at least 1"),
+            (0 < self.q_shared < self.q <= 1, f"{shares} must satisfy 0 < q_shared < q ≤ 1"),
+            (every is None or every >= 1, f"regenerate_every = {every} is below 1"),
+            (self.over_commitment >= 1, f"over_commitment = {self.over_commitment} is below 1"),
+            (d is None or d >= 1, f"parameters = {d} must be at least 1"),
+            (0 < self.online_share <= 1, f"online_share = {self.online_share} must be above 0 and at most 1"),
+        ]
+        if problems := [text for valid, text in checks if not valid]:
+            raise UsageError("this cannot be planned: " + "; ".join(problems) + ".")
+
+    def sampler(self, size: int, sticky: int) -> Sticky:
+        """The sampler with these sizes."""
+        return Sticky(self.cohort, size, sticky, over_commitment=self.over_commitment)
+
+    @cached_property
+    def missing(self) -> Floats:
+        """The share of the model that a client downloads after 1, 2, … rounds."""
+        if self.staleness_cost is None:
+            changed = missing_share(self.q, self.q_shared, self.regenerate_every, self.rounds)
+            return in_bytes(changed, self.q_shared)
+        shares = self.staleness_cost
+        if not shares or not all(0 <= share <= 1.1 for share in shares):
+            raise UsageError("a staleness cost is a list of shares of the model, from 0 to 1, for 1, 2, … rounds.")
+        return np.interp(np.arange(self.rounds), np.arange(len(shares)), shares)
+
+    def download_share(self, sampler: Sticky | Uniform) -> float:
+        """The expected download per client and round, as a share of the model."""
+        return download_share(staleness(sampler, self.clients, self.rounds), self.missing)
+
+    def candidate(self, size: int, sticky: int) -> Candidate:
+        """The costs of a pair of sizes."""
+        share = self.download_share(self.sampler(size, sticky))
+        variance = variance_factor(self.clients, self.cohort, size, sticky)
+        return Candidate(size, sticky, variance, share, share * variance**self.variance_exponent)
+
+    def pairs(self, size: int | None, sticky: int | None) -> list[tuple[int, int]]:
+        """Pairs of sizes that can run, that reduce the download, and whose groups have enough clients online."""
+        n, k, online = self.clients, self.cohort, self.online_share
+        pairs = []
+        for s in [size] if size is not None else [m * k for m in MULTIPLES]:
+            for c in [sticky] if sticky is not None else sorted({round(t * k / 10) for t in TENTHS}):
+                if not (0 < c < k <= s < n and c * n > s * k):
+                    continue
+                inside, outside = self.sampler(s, c).invitations()
+                if inside <= online * s and outside <= online * (n - s):
+                    pairs.append((s, c))
+        return pairs
+
+    def download_s(self, down_bytes: float | None) -> tuple[float, float] | None:
+        """Seconds of one download for the median client and for the 90th percentile, if the network is given."""
+        if self.network is None or down_bytes is None:
+            return None
+        fleet = Fleet(self.network, "always")
+        fleet.check(self.clients)
+        seconds = fleet.durations(np.arange(min(self.clients, 10_000)), int(down_bytes), 0, 0)[0]
+        return float(np.quantile(seconds, 0.5)), float(np.quantile(seconds, 0.9))
+
+
+def plan(
+    clients: int, cohort: int, sticky_size: int | None = None, sticky_cohort: int | None = None, **assumptions: Any
+) -> Plan:
+    """The expected effect of these sizes, computed without training; sizes that are not given are chosen.
+
+    `assumptions` are the other fields of `Scenario`: rounds, q, q_shared, regenerate_every, over_commitment,
+    parameters, network, staleness_cost, variance_exponent, online_share.
 
     >>> plan(2800, 30, 120, 24).variance_factor
     4.576...
     """
-    _check(clients, cohort, rounds, q, q_shared, regenerate_every, over_commitment, parameters, online_share)
-    if staleness_cost is None:
-        missing = in_bytes(missing_share(q, q_shared, regenerate_every, rounds), q_shared)
-    else:
-        missing = _extended(staleness_cost, rounds)
-
-    def candidate(size: int, sticky: int) -> Candidate:
-        sampler = Sticky(cohort, size, sticky, over_commitment=over_commitment)
-        share = download_share(staleness(sampler, clients, rounds), missing)
-        variance = variance_factor(clients, cohort, size, sticky)
-        return Candidate(size, sticky, variance, share, share * variance**variance_exponent)
-
+    scenario = Scenario(clients, cohort, **assumptions)
     pair = (sticky_size, sticky_cohort) if sticky_size is not None and sticky_cohort is not None else None
-    given = (sticky_size, sticky_cohort) if pair is None else (None, None)  # a pair is compared with all others
-    pairs = _pairs(clients, cohort, *given, over_commitment, online_share)
-    ranked = sorted((candidate(*pair) for pair in pairs), key=lambda found: found.cost)
+    given = (sticky_size, sticky_cohort) if pair is None else (None, None)  # a given pair is compared with all others
+    ranked = sorted((scenario.candidate(*sizes) for sizes in scenario.pairs(*given)), key=lambda other: other.cost)
     if pair is not None:
-        Sticky(cohort, *pair, over_commitment=over_commitment).check(clients)
+        scenario.sampler(*pair).check(clients)
     elif not ranked:
         raise UsageError(
-            f"no sticky group fits N = {clients}, K = {cohort} with {online_share:.0%} of the clients online: "
+            f"no sticky group fits N = {clients}, K = {cohort} with {scenario.online_share:.0%} of the clients online: "
             "lower the cohort, or sample uniformly."
         )
-    chosen = ranked[0] if pair is None else candidate(*pair)
-    uniform = download_share(staleness(Uniform(cohort, over_commitment=over_commitment), clients, rounds), missing)
+    chosen = ranked[0] if pair is None else scenario.candidate(*pair)
+    uniform = scenario.download_share(Uniform(cohort, over_commitment=scenario.over_commitment))
     sizes = (clients, cohort, chosen.sticky_size, chosen.sticky_cohort)
-    down_bytes = None if parameters is None else 4 * parameters * chosen.download_share
+    down_bytes = None if scenario.parameters is None else 4 * scenario.parameters * chosen.download_share
     return Plan(
         *sizes,
         resample_probability=tuple(sticky_return(*sizes, r) for r in range(1, 7)),
@@ -180,105 +207,51 @@ def plan(
         horizon=horizon(*sizes),
         uniform_download_share=uniform,
         candidates=tuple(ranked),
-        reason=_reason(chosen, ranked, cohort, uniform, variance_exponent, online_share),
+        reason=_reason(scenario, chosen, ranked, uniform),
         down_bytes=down_bytes,
-        download_s=_seconds(network, clients, down_bytes),
+        download_s=scenario.download_s(down_bytes),
     )
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `plan` from words: `regenerate_every` may be "never", `staleness_cost` a list or a run's folder."""
-    found = {key: value for key, value in options.items() if value is not None}
-    if (every := found.get("regenerate_every")) is not None:
+    """Arguments of `plan` from command-line options: `regenerate_every` may be "never", `staleness_cost` a list of
+    shares or a run's folder."""
+    arguments = {key: value for key, value in options.items() if value is not None}
+    if (every := arguments.get("regenerate_every")) is not None:
         if every != "never" and not str(every).isdigit():
             raise UsageError(f"regenerate_every = {every}: write a number of rounds, or never.")
-        found["regenerate_every"] = None if every == "never" else int(every)
-    if (cost := found.get("staleness_cost")) is not None:
-        found["staleness_cost"] = _read_cost(str(cost), int(found.get("rounds", 1000)))
-    return found
+        arguments["regenerate_every"] = None if every == "never" else int(every)
+    if (cost := arguments.get("staleness_cost")) is not None:
+        arguments["staleness_cost"] = _read_cost(str(cost), int(arguments.get("rounds", 1000)))
+    return arguments
 
 
 def _read_cost(text: str, rounds: int) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        path = Path(text) / "journal.jsonl"
+        path = Path(text) / JOURNAL
     if not path.exists():
         raise UsageError(f"staleness_cost = {text}: write shares with commas, or the folder of a run.")
-    lines, _ = journal.read(path)
+    lines = read_run(path.parent).lines
     if not lines:
         raise UsageError(f"{path} holds no whole line.")
-    whole = max(lines[0]["clients"]["down_bytes"])  # in round 1 everyone downloads the whole model
+    whole = max(lines[0]["clients"]["down_bytes"])  # in round 1 every client downloads the whole model
     return [float(share) for share in measured_share(lines, whole, rounds)]
 
 
-def _pairs(
-    clients: int, cohort: int, size: int | None, sticky: int | None, over_commitment: float, online: float
-) -> list[tuple[int, int]]:
-    """Sizes worth looking at: they can run, they gain something, and enough of either group is online."""
-    found = []
-    for s in [size] if size is not None else [m * cohort for m in MULTIPLES]:
-        for c in [sticky] if sticky is not None else sorted({round(t * cohort / 10) for t in TENTHS}):
-            if not (0 < c < cohort <= s < clients and c * clients > s * cohort):
-                continue
-            inside, outside = Sticky(cohort, s, c, over_commitment=over_commitment).invitations()
-            if inside <= online * s and outside <= online * (clients - s):
-                found.append((s, c))
-    return found
-
-
-def _reason(
-    chosen: Candidate, ranked: Sequence[Candidate], cohort: int, uniform: float, exponent: float, online: float
-) -> str:
-    best = ranked[0] if ranked else chosen
-    equal = cohort / chosen.variance_factor
-    text = (
-        f"S = {best.sticky_size}, C = {best.sticky_cohort} downloads least until a target: {best.download_share:.0%} "
-        f"of the model per client and round (uniform sampling {uniform:.0%}) for A = {best.variance_factor:.2f}, "
-        f"if rounds grow like A^{exponent:g} and {online:.0%} of the clients are online. "
-        if ranked
-        else f"No pair of sizes can be served with {online:.0%} of the clients online. "
-    )
+def _reason(scenario: Scenario, chosen: Candidate, ranked: Sequence[Candidate], uniform: float) -> str:
+    online, cohort, equal = scenario.online_share, scenario.cohort, scenario.cohort / chosen.variance_factor
+    text = f"No pair of sizes can be served with {online:.0%} of the clients online. "
+    if ranked:
+        best = ranked[0]
+        text = (
+            f"S = {best.sticky_size}, C = {best.sticky_cohort} downloads least until a target: "
+            f"{best.download_share:.0%} of the model per client and round (uniform sampling {uniform:.0%}) "
+            f"for A = {best.variance_factor:.2f}, if rounds grow like A^{scenario.variance_exponent:g} "
+            f"and {online:.0%} of the clients are online. "
+        )
     return text + (
         f"FedAvg with {equal:.1f} clients has the variance of S = {chosen.sticky_size}, C = {chosen.sticky_cohort} and "
         f"downloads {equal:.1f} models a round, against {cohort * chosen.download_share:.1f}: try it too."
     )
-
-
-def _seconds(network: str | None, clients: int, down_bytes: float | None) -> tuple[float, float] | None:
-    if network is None or down_bytes is None:
-        return None
-    fleet = Fleet(network, "always")
-    fleet.check(clients)
-    seconds = fleet.durations(np.arange(min(clients, 10_000)), int(down_bytes), 0, 0)[0]
-    return float(np.quantile(seconds, 0.5)), float(np.quantile(seconds, 0.9))
-
-
-def _extended(shares: Sequence[float], rounds: int) -> Floats:
-    if not shares or not all(0 <= share <= 1.1 for share in shares):
-        raise UsageError("a staleness cost is a list of shares of the model, from 0 to 1, for 1, 2, … rounds.")
-    return np.interp(np.arange(rounds), np.arange(len(shares)), shares)
-
-
-def _check(
-    clients: int,
-    cohort: int,
-    rounds: int,
-    q: float,
-    q_shared: float,
-    regenerate_every: int | None,
-    over_commitment: float,
-    parameters: int | None,
-    online: float,
-) -> None:
-    problems = [
-        (not 2 <= cohort < clients, f"cohort K = {cohort} must lie between 2 and the population N − 1 = {clients - 1}"),
-        (rounds < 1, f"rounds = {rounds} must be at least 1"),
-        (not 0 < q_shared < q <= 1, f"q = {q} and q_shared = {q_shared} must satisfy 0 < q_shared < q ≤ 1"),
-        (regenerate_every is not None and regenerate_every < 1, f"regenerate_every = {regenerate_every} is below 1"),
-        (not over_commitment >= 1, f"over_commitment = {over_commitment} is below 1"),
-        (parameters is not None and parameters < 1, f"parameters = {parameters} must be at least 1"),
-        (not 0 < online <= 1, f"online_share = {online} must be above 0 and at most 1"),
-    ]
-    if found := [text for wrong, text in problems if wrong]:
-        raise UsageError("this cannot be planned: " + "; ".join(found) + ".")

@@ -1,4 +1,4 @@
-"""How stale sampled clients are, how much of the model changes meanwhile, and so how much they download.
+"""Staleness of sampled clients, the share of the model that changes meanwhile, and the resulting download.
 
 docs/planning.md derives it and compares it with a measured run.
 """
@@ -17,9 +17,9 @@ Floats = NDArray[np.float64]
 
 
 def staleness(sampler: Sampler, clients: int, rounds: int) -> Floats:
-    """The chance that an invited client was last invited 1, 2, …, `rounds` rounds ago, in the long run.
+    """The stationary probability that an invited client was last invited 1, 2, …, `rounds` rounds ago.
 
-    Propositions 1 and 2 without over-commitment; with it, those who come too late hold the model too. Everyone is
+    Without over-commitment these are Propositions 1 and 2; with it, late clients hold the model too. All clients are
     assumed to be online and equally fast.
     """
     if isinstance(sampler, Uniform):
@@ -29,38 +29,38 @@ def staleness(sampler: Sampler, clients: int, rounds: int) -> Floats:
     k, s, c = sampler.cohort, sampler.sticky_size, sampler.sticky_cohort
     inside, outside = sampler.invitations()
     evicted = (k - c) / (s - c)  # a sticky client that was not used
-    # Of those invited, who is in the group afterwards: the used ones, and the late sticky ones that were not evicted.
+    # The share of invited clients in the sticky group afterwards: used ones, and late sticky ones not evicted.
     sticky = (k + (inside - c) * (1 - evicted)) / (inside + outside)
     other = 1 - sticky
-    found = np.zeros(rounds)
+    probability = np.zeros(rounds)
     for r in range(rounds):
-        found[r] = sticky * inside / s + other * outside / (clients - s)
+        probability[r] = sticky * inside / s + other * outside / (clients - s)
         waiting = sticky * (1 - inside / s)
         sticky, other = waiting * (1 - evicted), other * (1 - outside / (clients - s)) + waiting * evicted
-    return found
+    return probability
 
 
 def missing_share(q: float, q_shared: float, regenerate_every: int | None, rounds: int) -> Floats:
     """The share of the coordinates that change in 1, 2, …, `rounds` updates of mask shifting.
 
-    The first update changes q of them. Each later one keeps to the shared mask, all of which has changed already,
-    and picks q − q_shr outside it; one that regenerates picks q anywhere. Picks of different rounds are independent,
-    but some coordinates are picked more often: with exponentially distributed rates, the odds of having changed
-    add up over the picks. (All rates alike would be the worst case, 1 − (1−q)^r without a shared mask.)
+    The first update changes q of them. Each later one changes the shared mask, all of which has changed already,
+    and q − q_shr outside it; one that regenerates changes q anywhere. Selections of different rounds are independent,
+    but coordinates differ in their rates: if rates are exponentially distributed, the odds of having changed add up
+    over the selections. (Equal rates would be the worst case, 1 − (1−q)^r without a shared mask.)
     """
     fresh, unique = _odds(q), _odds((q - q_shared) / (1 - q_shared))
     later = np.arange(rounds, dtype=np.float64)
     if regenerate_every is None:
         return _chance(fresh + later * unique)
-    fewer = later // regenerate_every  # regenerations among the later updates: so many, or one more, by the phase
+    fewer = later // regenerate_every  # regenerations among them: this number, or one more, by the phase
     more = later % regenerate_every / regenerate_every
     few, many = (_chance(fresh * (1 + n) + unique * np.maximum(later - n, 0)) for n in (fewer, fewer + 1))
     return (1 - more) * few + more * many
 
 
 def in_bytes(missing: Floats, q_shared: float) -> Floats:
-    """Values at a share of the positions, as a share of the model's bytes: the mask, and the positions outside it
-    that are sent, at their entropy of at most one bit beside 32 for a value."""
+    """From a share of the coordinates to a share of the model's bytes: 32 bits per value, and the entropy of the mask
+    and of the positions outside it."""
     rest = 1 - q_shared
     outside = np.clip((missing - q_shared) / rest, 0, 1)
     return missing + (rest * _entropy(outside) + _entropy(np.array(q_shared))) / 32
@@ -69,7 +69,7 @@ def in_bytes(missing: Floats, q_shared: float) -> Floats:
 def download_share(stale: Floats, missing: Floats, whole: float = 1.0) -> float:
     """The mean share of the model in a download over the first `len(stale)` rounds, first downloads included.
 
-    In round t, K·f(r) of the K clients return after r rounds for every r < t; the others come for the first time.
+    In round t, K·f(r) of the K clients return after r rounds for every r < t; the others download for the first time.
     """
     rounds = len(stale)
     counted = stale * (1 - np.arange(1, rounds + 1) / rounds)
@@ -77,14 +77,14 @@ def download_share(stale: Floats, missing: Floats, whole: float = 1.0) -> float:
 
 
 def measured_share(lines: Sequence[dict[str, Any]], model_bytes: int, rounds: int) -> Floats:
-    """What a client downloaded after 1, 2, … rounds according to a journal; between and beyond, interpolated."""
+    """The mean download after 1, 2, … rounds according to a journal, interpolated where it has no value."""
     sums: dict[int, list[float]] = {}
     for line in lines:
         for age, size in zip(line["clients"]["staleness"], line["clients"]["down_bytes"]):
             if age:
                 sums.setdefault(age, []).append(size / model_bytes)
     if not sums:
-        raise UsageError("no client of this run came a second time: its journal tells nothing of staleness.")
+        raise UsageError("no client of this run was invited twice: its journal contains no staleness.")
     ages = sorted(sums)
     return np.interp(np.arange(1, rounds + 1), ages, [math.fsum(sums[a]) / len(sums[a]) for a in ages])
 

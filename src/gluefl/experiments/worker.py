@@ -1,6 +1,6 @@
-"""One run of a study in a process of its own, on cores of its own; the configuration comes on standard input.
+"""One run in a process of its own, on its own cores; the configuration is read from standard input.
 
-`python -m gluefl.experiments.studies.worker FOLDER DEVICE CORES SHARE`: CORES as in `0,4,8`, SHARE of a GPU's memory.
+`python -m gluefl.experiments.worker FOLDER DEVICE CORES SHARE`: CORES as in `0,4,8`, SHARE of the GPU's memory.
 """
 
 import os
@@ -9,29 +9,31 @@ import sys
 import tomllib
 from pathlib import Path
 
+DIVERGED = 3  # exit code, seen by the runner only; 1 and 2 are those of other errors
+
 
 def main(folder: str, device: str, cores: str, share: str) -> int:
-    """Run or go on; a run that is done keeps no checkpoint, which may be many times its other files."""
+    """Start or resume the run. A finished run keeps no checkpoint, which may be much larger than its other files."""
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})  # before torch counts them
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})  # before torch counts the cores
     from gluefl.config import validated
-    from gluefl.errors import GlueFLError
+    from gluefl.errors import Diverged, GlueFLError
     from gluefl.simulation.build import run
     from gluefl.simulation.settings import Options
 
-    _limit(device, float(share))
+    _limit_memory(device, float(share))
     try:
         config = validated(tomllib.loads(sys.stdin.read()))
         run(config, Options(Path(folder), True, progress=False, device=device, checkpoint_at_end=False))
     except GlueFLError as error:
         print(error, file=sys.stderr)
-        return error.exit_code
+        return DIVERGED if isinstance(error, Diverged) else error.exit_code
     shutil.rmtree(Path(folder) / "checkpoint", ignore_errors=True)
     return 0
 
 
-def _limit(device: str, share: float) -> None:
-    """Runs that share a GPU start at the same time, and each would find all of its memory free."""
+def _limit_memory(device: str, share: float) -> None:
+    """Runs that share a GPU start at the same time: without a limit each would plan with all of its memory."""
     import torch
 
     if device.startswith("cuda") and torch.cuda.is_available() and share < 1:

@@ -1,0 +1,135 @@
+"""Runs in worker processes: one process per run, each on its own cores."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TextIO
+
+from gluefl.config import to_toml
+from gluefl.errors import GlueFLError, Interrupted, UsageError
+from gluefl.experiments.grid import RunSpec
+from gluefl.experiments.progress import GridProgress, RunProgress
+from gluefl.experiments.runner import record_divergence
+from gluefl.experiments.worker import DIVERGED
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class WorkerProcesses:
+    """Up to `jobs` runs at a time: by default one per core on a CPU, and one on a GPU."""
+
+    device: str = "cpu"
+    jobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.jobs is not None and self.jobs < 1:
+            raise UsageError(f"--jobs {self.jobs}: at least one run at a time is needed.")
+
+    def run(self, specs: Sequence[RunSpec], progress: GridProgress) -> None:
+        """Run all specs. The first error lets the runs in progress finish and starts no others."""
+        waiting, cores = list(specs), self.core_sets()
+        share = 1 / max(1, min(len(cores), len(waiting)))  # of the GPU's memory
+        workers: list[_Worker] = []
+        failure: str | None = None
+        with _signals() as received:
+            try:
+                while workers or (waiting and not received and failure is None):
+                    while waiting and cores and not received and failure is None:
+                        spec = waiting.pop(0)
+                        workers.append(_start(spec, (self.device, cores.pop(0), str(share)), progress.start(spec)))
+                    if received:
+                        for worker in workers:
+                            worker.stop()
+                    for worker in [worker for worker in workers if worker.has_ended()]:
+                        workers.remove(worker)
+                        cores.append(worker.cores)
+                        failure = failure or worker.finish()
+                    for worker in workers:
+                        worker.display.update()
+                    time.sleep(POLL_S)
+            finally:
+                for worker in workers:  # left only by an exception in the loop
+                    worker.stop()
+        if received:
+            raise Interrupted
+        if failure is not None:
+            raise GlueFLError(failure)
+
+    def core_sets(self) -> list[str]:
+        """The cores of each run at a time: one on a CPU; runs that share a GPU divide all cores among them."""
+        own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        count = self.jobs or (len(own) if self.device == "cpu" else 1)
+        if self.device != "cpu" and count <= len(own):
+            return [",".join(map(str, own[i::count])) for i in range(count)]
+        return [str(own[i % len(own)]) for i in range(count)]
+
+
+@dataclass
+class _Worker:
+    spec: RunSpec
+    process: "subprocess.Popen[str]"
+    stderr: TextIO
+    cores: str
+    display: RunProgress
+    stopping: bool = False
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def stop(self) -> None:
+        """Ask the run to write a checkpoint and end. Only once: a second signal would end it without a checkpoint."""
+        if not self.stopping:
+            self.stopping = True
+            self.process.send_signal(signal.SIGTERM)
+
+    def finish(self) -> str | None:
+        """Record the outcome; returns a message if the grid has to end because of it."""
+        self.stderr.seek(0)
+        message = self.stderr.read().strip()
+        self.stderr.close()
+        code = self.process.returncode
+        diverged = code == DIVERGED
+        self.display.finish(record_divergence(self.spec, message) if diverged else "" if code == 0 else "stopped")
+        if code == 0 or diverged or self.stopping:
+            return None
+        return f"the run {self.spec.name} failed:\n{message or f'exit code {code}'}"
+
+
+def _start(spec: RunSpec, placement: tuple[str, str, str], display: RunProgress) -> _Worker:
+    stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed when the run has ended
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gluefl.experiments.worker", str(spec.folder), *placement],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,  # Ctrl-C reaches this process only, which then signals every worker once
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as pipe:  # a worker that has ended says why on standard error
+        pipe.write(to_toml(spec.config))
+    return _Worker(spec, process, stderr, placement[1], display)
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of being ended by them."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        previous = {number: signal.signal(number, lambda n, frame: received.append(n)) for number in numbers}
+    except ValueError:  # only the main thread may install handlers
+        previous = {}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,102 @@
+"""The executor of grids: runs in this process or in worker processes, with the same rules for both.
+
+A run that is done is not run again; a run that diverges is a result; any other error ends the grid; a signal stops
+the runs in progress, each with a checkpoint.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from gluefl.config import to_toml
+from gluefl.errors import Diverged, Interrupted, UsageError
+from gluefl.experiments.grid import RunSpec, check
+from gluefl.experiments.progress import GridProgress
+from gluefl.experiments.runs import CONFIG, FAILURE, SUMMARY
+
+INCOMPLETE = ".half-"  # prefix of the folder of a run that is being copied
+
+Callback = Callable[[Any, Any], bool | None]
+Tracker = Callable[[Path], AbstractContextManager[Sequence[Callback]]]  # callbacks for a run folder
+
+
+class Executor(Protocol):
+    """Runs specs that are not done; `ThisProcess` and `processes.WorkerProcesses`."""
+
+    def run(self, specs: Sequence[RunSpec], progress: GridProgress) -> None:
+        """Run all specs. Divergence is recorded; `Interrupted` and other errors are raised."""
+        ...
+
+
+def execute(specs: Sequence[RunSpec], executor: Executor, resume: bool = False, reuse: Path | None = None) -> None:
+    """Run what is not done yet, neither in the folders of the specs nor, with `reuse`, below that folder."""
+    check(specs, resume)
+    if reuse is not None:
+        copy_done(specs, reuse)
+    pending = [spec for spec in specs if not spec.is_done()]
+    for spec in pending:
+        (spec.folder / FAILURE).unlink(missing_ok=True)  # it belongs to another configuration
+    with GridProgress(len(specs), len(specs) - len(pending)) as progress:
+        try:
+            executor.run(pending, progress)
+        except Interrupted as error:
+            if len(specs) == 1 and str(error):
+                raise  # the message names the round and the folder
+            done = sum(spec.is_done() for spec in specs)
+            raise Interrupted(f"interrupted: {done} of {len(specs)} runs are done. Go on with --resume.") from error
+
+
+@dataclass(frozen=True)
+class ThisProcess:
+    """One run after another in this process. Finished runs keep their checkpoint, so that rounds can be added."""
+
+    device: str = "cpu"
+    tracker: Tracker = lambda folder: nullcontext(())
+
+    def run(self, specs: Sequence[RunSpec], progress: GridProgress) -> None:
+        """Run all specs."""
+        from gluefl.simulation.build import run
+        from gluefl.simulation.settings import Options
+
+        for spec in specs:
+            display = progress.start(spec)
+
+            def show(line: Any, state: Any, display: Any = display) -> None:
+                display.update()
+
+            outcome = ""
+            with self.tracker(spec.folder) as callbacks:
+                try:
+                    options = Options(spec.folder, True, (show, *callbacks), progress=False, device=self.device)
+                    run(spec.config, options)
+                except Diverged as error:
+                    outcome = record_divergence(spec, str(error))
+            display.finish(outcome)
+
+
+def record_divergence(spec: RunSpec, message: str) -> str:
+    """Write the message of a run that diverged into its folder; returns one word for the progress display."""
+    (spec.folder / FAILURE).write_text(message + "\n", encoding="utf-8")
+    return "diverged"
+
+
+def copy_done(specs: Sequence[RunSpec], folder: Path) -> None:
+    """Copy finished runs of the same configurations from below a folder: several figures of the paper share runs."""
+    if not folder.is_dir() and not all(folder.resolve() in spec.folder.resolve().parents for spec in specs):
+        raise UsageError(f"--reuse {folder}: there is no such folder.")
+    sources: dict[str, Path] = {}
+    for summary in sorted(folder.rglob(SUMMARY)):
+        config = summary.with_name(CONFIG)
+        if config.exists() and not summary.parent.name.startswith(INCOMPLETE):
+            sources.setdefault(config.read_text(encoding="utf-8"), summary.parent)
+    for spec in specs:
+        source = sources.get(to_toml(spec.config))
+        if source is not None and not spec.folder.exists():
+            # Copied under another name and renamed at the end: an interrupted copy must not look like a run.
+            incomplete = spec.folder.with_name(f"{INCOMPLETE}{spec.folder.name}")
+            shutil.rmtree(incomplete, ignore_errors=True)
+            shutil.copytree(source, incomplete, ignore=shutil.ignore_patterns("checkpoint"))
+            incomplete.rename(spec.folder)

@@ -1,0 +1,233 @@
+"""The reader of run folders: configuration, journal, summary and failure of a run in any state.
+
+A damaged file is read up to the damage, and the run is marked.
+"""
+
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gluefl.errors import UsageError
+from gluefl.storage.journal import Line, summarise
+from gluefl.storage.journal import read as read_journal
+
+CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
+FAILURE = "failed.txt"  # in the folder of a run that diverged: the error message
+REQUIRED = ("round", "invited", "used", "down_bytes", "up_bytes", "accuracy")
+OPTIONAL = (
+    "wasted_down_bytes",
+    "wasted_up_bytes_estimate",
+    "authors_down_bytes",
+    "authors_up_bytes",
+    "download_s",
+    "compute_s",
+    "upload_s",
+    "wasted_s",
+    "clock_s",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder: `read_run(Path("runs/demo/gluefl-1")).summary["down_bytes"]`."""
+
+    path: Path
+    label: str
+    seed: int | None
+    config: Mapping[str, Any]  # by dotted key
+    lines: Sequence[Line]  # of the journal
+    summary: Mapping[str, Any]  # as in `summary.json`, computed from the lines while the run is in progress
+    finished: bool  # or failed: no more lines will be written
+    failure: str | None = None  # the error message of a run that diverged
+    marks: tuple[str, ...] = ()  # warnings about damaged or missing files
+
+    @property
+    def target(self) -> float | None:
+        """The target accuracy of its configuration."""
+        target: float | None = self.config.get("target", self.summary["target"])
+        return target
+
+    @property
+    def average(self) -> int:
+        """The number of evaluations whose mean accuracy is compared with a target."""
+        return int(self.config.get("evaluation.average", 5))
+
+    @property
+    def model_bytes(self) -> int:
+        """The size of the whole model in one message."""
+        return int(self.summary["model_bytes"])
+
+    @property
+    def timed(self) -> bool:
+        """Whether its rounds have simulated durations."""
+        return bool(self.lines) and all(line.get("clock_s") is not None for line in self.lines)
+
+    @property
+    def progress(self) -> str:
+        """The rounds done so far, empty if the run is finished."""
+        total = f" of {self.config['rounds']}" if "rounds" in self.config else ""
+        return "" if self.finished else f"{len(self.lines)}{total} rounds"
+
+    @cached_property
+    def smoothed(self) -> list[tuple[int, float]]:
+        """Round and mean accuracy of the last `average` evaluations, from the first complete mean on."""
+        seen = [(line["round"], line["accuracy"]) for line in self.lines if line["accuracy"] is not None]
+        means = []
+        for end in range(self.average, len(seen) + 1):
+            window = [accuracy for _, accuracy in seen[end - self.average : end]]
+            means.append((seen[end - 1][0], math.fsum(window) / self.average))
+        return means
+
+    @property
+    def best(self) -> float | None:
+        """The highest smoothed accuracy."""
+        return max((accuracy for _, accuracy in self.smoothed), default=None)
+
+    def until(self, target: float | None) -> Sequence[Line] | None:
+        """The lines up to the round that reached the target: None if no round did, all lines without a target."""
+        if target is None:
+            return self.lines
+        reached = next((round for round, accuracy in self.smoothed if accuracy >= target), None)
+        return None if reached is None else self.lines[:reached]
+
+    @property
+    def counted(self) -> Sequence[Line]:
+        """The lines that its volumes and times are summed over: up to the target where it was reached."""
+        return self.lines[: self.summary["reached_round"] or len(self.lines)]
+
+    def at(self, target: float | None) -> Mapping[str, Any]:
+        """Its summary for another target."""
+        if target == self.target:
+            return self.summary
+        return summarise(self.lines, target, self.average, self.model_bytes)
+
+    def size(self, key: str) -> int | None:
+        """A size of its sampler (`cohort`, `sticky_size`, `sticky_cohort`)."""
+        for table in ("sampling", "Sticky", "Uniform"):  # runs started in Python describe their parts by type
+            if isinstance(value := self.config.get(f"{table}.{key}"), int):
+                return value
+        return None
+
+
+def find(folders: Iterable[Path]) -> list[Path]:
+    """The run folders in the given folders, which may be run folders themselves."""
+    paths: dict[Path, Path] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is no folder: give a run folder or a folder of run folders.")
+        below = {path.parent for name in (JOURNAL, CONFIG) for path in folder.rglob(name)}
+        # Hidden folders are incomplete copies of runs.
+        paths |= {path.resolve(): path for path in sorted(below) if not path.name.startswith(".")}
+    return list(paths.values())
+
+
+def read_run(path: Path) -> Run:
+    """Read one run folder."""
+    config, marks = _config(path / CONFIG)
+    lines, damaged = read_journal(path / JOURNAL) if (path / JOURNAL).exists() else ([], False)
+    whole = next((i for i, line in enumerate(lines) if any(key not in line for key in REQUIRED)), len(lines))
+    if damaged or whole < len(lines):
+        marks.append(f"the journal is damaged or half written after round {whole}: read up to there")
+    elif not lines:
+        marks.append("the journal is empty")
+    lines = [{**dict.fromkeys(OPTIONAL), **line} for line in lines[:whole]]
+    summary = _summary(path / SUMMARY)
+    complete = summary.get("rounds") == len(lines) > 0
+    if not complete:
+        target, average = config.get("target", summary.get("target")), int(config.get("evaluation.average", 5))
+        summary = {"strategy": summary.get("strategy")} | summarise(lines, target, average, _model_bytes(lines))
+    failure = _failure(path / FAILURE)
+    if failure is not None:
+        marks.append(f"failed: {failure}")
+    seed = config.get("seed", summary.get("seed"))
+    label = path.resolve().name.removesuffix(f"-{seed}")
+    if label == path.resolve().name:
+        label = config.get("strategy.name") or summary.get("strategy") or label
+    finished = complete or failure is not None
+    return Run(path, str(label), seed, config, lines, summary, finished, failure, tuple(marks))
+
+
+def flattened(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Nested tables by dotted key: `{"model": {"name": "mlp"}}` as `{"model.name": "mlp"}`."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flattened(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return flat
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flattened`."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, name = key.split(".")
+        table = tree
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[name] = value
+    return tree
+
+
+class JournalTail:
+    """The lines that were appended to a journal since the last call, while another process writes it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._file, self._offset = folder / JOURNAL, 0, 0
+
+    def read(self) -> tuple[bool, list[Line]]:
+        """Whether the journal was replaced, as at the start of a resumed run; and its new complete lines."""
+        try:
+            with self._path.open("rb") as file:
+                number = os.fstat(file.fileno()).st_ino
+                replaced = number != self._file
+                self._file, self._offset = number, 0 if replaced else self._offset
+                file.seek(self._offset)
+                text = file.read()
+        except OSError:
+            return False, []
+        complete = text[: text.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        try:
+            lines = [json.loads(line) for line in complete.splitlines()]
+        except ValueError:  # damage by a crash, which the resumed run removes
+            return replaced, []
+        return replaced, [line for line in lines if all(key in line for key in REQUIRED)]
+
+
+def _config(path: Path) -> tuple[dict[str, Any], list[str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        # Runs started in Python by older versions contain null, which TOML does not have.
+        return flattened(tomllib.loads(re.sub(r"^.* = null$", "", text, flags=re.MULTILINE))), []
+    except FileNotFoundError:
+        return {}, ["there is no config.toml"]
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return {}, ["config.toml cannot be read"]
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    needed = {"model_bytes", "reached_round", "target"}
+    return summary if isinstance(summary, dict) and needed <= summary.keys() else {}
+
+
+def _failure(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
+
+
+def _model_bytes(lines: Sequence[Line]) -> int:
+    """In the first round every client downloads the whole model."""
+    first = lines[0] if lines else {}
+    sizes = first.get("clients", {}).get("down_bytes") or [
+        first.get("down_bytes", 0) // max(1, first.get("invited", 1))
+    ]
+    return max(1, *map(int, sizes))
