@@ -9,16 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gluefl.parameters import Decay, Positive, checked
 from gluefl.strategies import Space
 from gluefl.vectors.selection import Sparse
 
 
+@checked
 @dataclass(frozen=True)
 class Server:
     """w ← w + lr · v, v ← momentum · v + Δ, on the positions of Δ."""
 
-    lr: float = 1.0
-    momentum: float = 0.0
+    lr: Positive = 1.0
+    momentum: Decay = 0.0
 
     def init(self, space: Space) -> Tensor | None:
         """The velocity before round 1."""

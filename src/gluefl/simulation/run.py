@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -23,12 +23,13 @@ from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator, Metric, top_1
 from gluefl.clients.residuals import Residuals, room_on
 from gluefl.clients.rules import LocalSGD, Loss
-from gluefl.clients.trainers.choice import choose
+from gluefl.clients.trainers.choice import TRAINERS, choose
 from gluefl.core.federation import Federation, State, start
 from gluefl.core.optimizer import Server
 from gluefl.core.sampling import Pool, Sampler, Uniform
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.fleet import Devices, Instant
+from gluefl.parameters import Count, NonNegativeCount, OneOf, Seed, check, checked, toml
 from gluefl.populations import Population
 from gluefl.populations.shelf import Shelf
 from gluefl.randomness import stream
@@ -52,18 +53,19 @@ class Result:
     summary: dict[str, Any]
 
 
+@checked
 @dataclass(frozen=True)
 class Options:
     """How a run is carried out; what is computed stays the same, but for rounding where it says so."""
 
     device: str = "cpu"  # sums are rounded in another order elsewhere,
-    trainer: str = "auto"  # and by another trainer
+    trainer: Annotated[str, OneOf(TRAINERS)] = "auto"  # and by another trainer
     tf32: bool = True  # on a GPU, products of ten-bit mantissas, as PyTorch's convolutions have by default
     encode: bool = False  # encode, decode and check every message
-    checkpoint_every: int = 10
+    checkpoint_every: Count = 10
     checkpoint_at_end: bool = True  # so that a run that is done can be given more rounds
-    residual_memory_bytes: int = 3 * 10**8
-    residual_device_bytes: int | None = None  # on a GPU: a third of what is free
+    residual_memory_bytes: NonNegativeCount = 3 * 10**8
+    residual_device_bytes: NonNegativeCount | None = None  # on a GPU: a third of what is free
     residual_half: bool = False  # this one does: half precision rounds what clients remember
 
 
@@ -100,8 +102,7 @@ def train(
     >>> result = gluefl.train(model, Glyphs(clients=300), GlueFL(), sampler=Sticky(10, 40, 8), rounds=50)
     >>> result.summary["down_bytes"]
     """
-    if seed < 0:
-        raise UsageError(f"seed = {seed}: a seed is a whole number from 0 up.")
+    check("the run", seed=(Seed, seed))
     options, sgd = options or Options(), training or LocalSGD()
     device = _device(options.device)
     module = copy.deepcopy(model).to(device)
@@ -290,17 +291,12 @@ def _load_weights(module: nn.Module, path: Path) -> None:
 
 
 def _describe(seed: int, module: nn.Module, population: Population, *parts: Any) -> str:
-    """A run that was not made from a file, in words that tell whether it is the same again."""
-    tables = [
-        f"seed = {seed}",
-        f'model = "{type(module).__name__}"',
-        f'population = "{type(population).__name__}"',
-    ]
-    for part in parts:
-        values = asdict(part) if is_dataclass(part) and not isinstance(part, type) else {"value": part}
-        tables.append(f"\n[{type(part).__name__}]")
-        tables += [f"{key} = {json.dumps(value, default=str)}" for key, value in values.items()]
-    return "\n".join(tables) + "\n"
+    """The text that identifies a run made in Python, as TOML: a table for every part, named by its type."""
+    tables = {
+        type(part).__name__: asdict(part) if is_dataclass(part) and not isinstance(part, type) else {"value": part}
+        for part in parts
+    }
+    return toml({"seed": seed, "model": type(module).__name__, "population": type(population).__name__, **tables})
 
 
 @contextmanager

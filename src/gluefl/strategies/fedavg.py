@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gluefl.parameters import checked
 from gluefl.strategies import Space, Task, Upload, weighted_sum
 from gluefl.vectors.selection import Sparse
 
 
+@checked
 @dataclass(frozen=True)
 class FedAvg:
     """Everything travels, both ways."""

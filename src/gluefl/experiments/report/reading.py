@@ -172,9 +172,7 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
 
 def _config(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
-        text = path.read_text(encoding="utf-8")
-        # A run made in Python writes null where TOML knows no word for it.
-        return _flat(tomllib.loads(re.sub(r"^.* = null$", "", text, flags=re.MULTILINE))), []
+        return _flat(tomllib.loads(path.read_text(encoding="utf-8"))), []
     except FileNotFoundError:
         return {}, ["there is no config.toml"]
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
