@@ -35,7 +35,9 @@ MODEL = "__parameter_model__"  # where a checked dataclass keeps its model
 
 def _real(value: Any) -> Any:
     """NumPy's numbers as Python's; everything else is left to the check of the type."""
-    return value if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
+    if isinstance(value, int):  # a bool is one, and is refused
+        return value
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def _whole(value: Any) -> Any:

@@ -86,7 +86,7 @@ class Uniform:
 
     def problems(self) -> Iterator[str]:
         """One group has no share of the weight to choose."""
-        if self.weights not in ("unbiased", "equal"):
+        if not isinstance(self.weights, str):
             yield f"weights = {self.weights} is a share for a sticky group; uniform sampling has none"
 
     def init(self, pool: Pool, rng: np.random.Generator) -> tuple[int, ...]:
