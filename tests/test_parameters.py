@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -18,11 +19,13 @@ import gluefl
 from gluefl import APF, STC, FedAvg, Fleet, GlueFL, LocalSGD, Server, Sticky, Uniform
 from gluefl.config import to_toml, validated, variants
 from gluefl.errors import UsageError
-from gluefl.parameters import Count, NoneAs, ParameterError, Share, checked, declarations, model_of, toml
+from gluefl.parameters import Count, NoneAs, ParameterError, Share, checked, declarations, model_of
 from gluefl.simulation.build import build_devices, build_sampler
 from gluefl.simulation.run import Options
+from gluefl.storage.toml import dumps
 from gluefl.strategies import registry
 from gluefl.strategies.registry import Row
+from runs import small_run
 
 NAN = float("nan")
 STICKY = {"cohort": 5, "sticky_size": 20, "sticky_cohort": 3}
@@ -130,9 +133,11 @@ def test_every_parameter_has_a_limit(kind) -> None:
         assert any(line.startswith(f"{name}: ") for line in in_python(kind, {**required, name: object()}))
 
 
-def test_a_copy_is_checked_too() -> None:
-    with pytest.raises(UsageError, match=r"q_shared = 0\.16 must be below q = 0\.1"):
+def test_a_copy_is_checked_too_and_the_error_crosses_processes() -> None:
+    with pytest.raises(UsageError, match=r"q_shared = 0\.16 must be below q = 0\.1") as error:
         replace(GlueFL(), q=0.1)
+    again = pickle.loads(pickle.dumps(error.value))
+    assert str(again) == str(error.value) and again.problems == error.value.problems
 
 
 def test_numbers_are_stored_as_their_fields_declare_them() -> None:
@@ -241,13 +246,21 @@ tables = st.dictionaries(st.text(min_size=1), scalars | st.lists(scalars), max_s
 @given(tables, st.dictionaries(st.text(min_size=1), tables, max_size=3))
 def test_what_is_written_as_toml_is_read_again(top, below) -> None:
     tree = {**top, **below}
-    assert tomllib.loads(toml(tree)) == tree
-    assert tomllib.loads(toml({**tree, "nothing": None})) == {k: v for k, v in tree.items() if k != "nothing"}
+    assert tomllib.loads(dumps(tree)) == tree
+    assert tomllib.loads(dumps({**tree, "nothing": None})) == {k: v for k, v in tree.items() if k != "nothing"}
 
 
 def test_arrays_stand_on_one_line() -> None:
-    text = toml({"rounds": 3, "fleet": {"mbps": (1.5, 2.0), "names": ["a[", "b,"], "none": []}})
+    text = dumps({"rounds": 3, "fleet": {"mbps": (1.5, 2.0), "names": ["a[", "b,"], "none": []}})
     assert text == 'rounds = 3\n\n[fleet]\nmbps = [1.5, 2.0]\nnames = ["a[", "b,"]\nnone = []\n'
+
+
+def test_a_run_made_in_python_describes_itself_in_toml(tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=1, strategy=GlueFL(regenerate_every=None), server=Server(lr=1))
+    tree = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert tree["GlueFL"] == {"q": 0.2, "q_shared": 0.16, "compensation": "rescaled", "scope": "vector"}
+    assert tree["Server"] == {"lr": 1.0, "momentum": 0.0} and tree["LocalSGD"]["steps"] == 2 and tree["seed"] == 1
+    assert "epochs" not in tree["LocalSGD"]
 
 
 def test_reading_a_configuration_file_needs_no_torch() -> None:

@@ -11,10 +11,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from dataclasses import Field as DataclassField
-from datetime import date, time
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
-import tomli_w
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -128,8 +126,11 @@ class ParameterError(UsageError, ValueError):
     """Parameters that cannot be used, with all their problems. A ValueError, so that pydantic collects it."""
 
     def __init__(self, subject: str, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(problems)
+        self.subject, self.problems = subject, tuple(problems)
         super().__init__(f"{subject} cannot be used:\n" + "\n".join(f"  {problem}" for problem in self.problems))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an error crosses processes
+        return type(self), (self.subject, self.problems)
 
 
 def checked(kind: Kind) -> Kind:
@@ -211,21 +212,6 @@ def written(instance: Any) -> dict[str, Any]:
     model = model_of(type(instance))
     values = model.model_construct(**{name: getattr(instance, name) for name in model.model_fields}).model_dump()
     return {name: value for name, value in values.items() if value is not None}
-
-
-def toml(tree: Mapping[str, Any]) -> str:
-    """A tree as TOML. None is left out; an array stands on one line, because texts are compared line by line."""
-    text = tomli_w.dumps(_plain(tree))
-    # In strings tomli_w escapes newlines, so those in the text separate keys or elements.
-    return text.replace("[\n    ", "[").replace(",\n    ", ", ").replace(",\n]", "]")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, bool | int | float | str | date | time) else str(value)
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:

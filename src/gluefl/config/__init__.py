@@ -20,9 +20,9 @@ from gluefl.parameters import (
     Seed,
     Share,
     problems_of,
-    toml,
     written,
 )
+from gluefl.storage import toml
 
 COMPARED = ("fedavg", "stc", "apf", "gluefl")  # where `[compare]` names none
 
@@ -206,7 +206,7 @@ def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[
 def to_toml(config: Config) -> str:
     """The resolved configuration as a file that runs the same again."""
     strategy = {"name": config.strategy.name, **written(config.strategy.build())}
-    return toml(config.model_dump(exclude={"strategy"}) | {"strategy": strategy})
+    return toml.dumps(config.model_dump(exclude={"strategy"}) | {"strategy": strategy})
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

@@ -29,13 +29,13 @@ from gluefl.core.optimizer import Server
 from gluefl.core.sampling import Pool, Sampler, Uniform
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.fleet import Devices, Instant
-from gluefl.parameters import Count, NonNegativeCount, OneOf, Seed, check, checked, toml
+from gluefl.parameters import Count, NonNegativeCount, OneOf, Seed, check, checked
 from gluefl.populations import Population
 from gluefl.populations.shelf import Shelf
 from gluefl.randomness import stream
 from gluefl.simulation.channel import Encoded, Measured
 from gluefl.simulation.round import play
-from gluefl.storage import checkpoint
+from gluefl.storage import checkpoint, toml
 from gluefl.storage.journal import Journal, Line, reached_round, summarise
 from gluefl.strategies import Space, Strategy
 from gluefl.vectors.layout import Layout
@@ -296,7 +296,7 @@ def _describe(seed: int, module: nn.Module, population: Population, *parts: Any)
         type(part).__name__: asdict(part) if is_dataclass(part) and not isinstance(part, type) else {"value": part}
         for part in parts
     }
-    return toml({"seed": seed, "model": type(module).__name__, "population": type(population).__name__, **tables})
+    return toml.dumps({"seed": seed, "model": type(module).__name__, "population": type(population).__name__, **tables})
 
 
 @contextmanager
