@@ -218,14 +218,11 @@ def test_bench_prints_what_the_documentation_says() -> None:
 
 
 def test_all_wrong_options_are_told_at_once() -> None:
-    wrong = Fleet("6g", "file", down_factor=0, latency_s=-1, uniform_up_mbps=(5, 2))
     with pytest.raises(UsageError) as caught:
-        wrong.check(100)
+        Fleet("6g", "file", down_factor=0, latency_s=-1, uniform_up_mbps=(5, 2))
     message = str(caught.value)
-    for part in ("6g", "edge, 5g, cloud", "availability_file", "down_factor", "latency_s", "uniform_up_mbps"):
+    for part in ("'6g'", "'edge', '5g', 'cloud'", "availability_file", "down_factor", "latency_s", "uniform_up_mbps"):
         assert part in message
-    with pytest.raises(UsageError, match="6g"):
-        wrong.trip(0, 0.0, 1, 1, 1)
     Fleet().check(10**6)
 
 

@@ -124,7 +124,7 @@ def test_the_command_prints_the_figures_of_the_paper() -> None:
 
 @pytest.mark.parametrize("wrong", [{"sticky_cohort": 30}, {"sticky_cohort": 0}, {"sticky_size": 29}, {"clients": 125}])
 def test_a_plan_for_sizes_that_cannot_run_is_refused(wrong) -> None:
-    with pytest.raises(UsageError, match="cannot run"):
+    with pytest.raises(UsageError, match=r"cannot (run|be used)"):
         plan(**{**FEMNIST, **wrong})
 
 

@@ -9,25 +9,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gluefl.parameters import Count, Decay, NonNegative, Positive, Share, checked
 from gluefl.populations import Samples
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) → mean loss of the batch
 
 
+@checked
 @dataclass(frozen=True)
 class LocalSGD:
     """How a client trains: SGD with a momentum that starts fresh every round, for some steps or epochs."""
 
-    steps: int | None = 10  # E
-    epochs: float | None = None  # passes over the client's samples, instead of steps
-    batch: int = 20
-    lr: float = 0.01  # γ
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    proximal: float = 0.0  # FedProx's μ
-    lr_decay: float = 0.98
-    lr_decay_every: int = 10
-    lr_min: float = 0.0
+    steps: Count | None = None  # E; 10 where neither steps nor epochs is given
+    epochs: Positive | None = None  # passes over the client's samples, instead of steps
+    batch: Count = 20
+    lr: Positive = 0.01  # γ
+    momentum: Decay = 0.9
+    weight_decay: NonNegative = 0.0
+    proximal: NonNegative = 0.0  # FedProx's μ
+    lr_decay: Share = 0.98
+    lr_decay_every: Count = 10
+    lr_min: NonNegative = 0.0
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "steps", 10)
+
+    def problems(self) -> Iterator[str]:
+        """Steps and epochs are two units of one length."""
+        if self.steps is not None and self.epochs is not None:
+            yield "give steps or epochs, not both"
 
     def rate(self, round: int) -> float:
         """The learning rate of a round: lowered by `lr_decay` after every `lr_decay_every` rounds."""

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gluefl.parameters import Decay, Positive, checked
 from gluefl.strategies import Space
 from gluefl.vectors.sparse import Sparse
 
@@ -23,6 +24,7 @@ class Optimizer(Protocol):
         ...
 
 
+@checked
 @dataclass(frozen=True)
 class Server:
     """SGD: w ← w + lr · v, v ← momentum · v + Δ, on the positions of Δ.
@@ -30,8 +32,8 @@ class Server:
     A velocity that moved every coordinate in every round would make every update dense and undo what masking saves.
     """
 
-    lr: float = 1.0
-    momentum: float = 0.0
+    lr: Positive = 1.0
+    momentum: Decay = 0.0
 
     def init(self, space: Space) -> Tensor | None:
         """The velocity before round 1."""

@@ -5,17 +5,19 @@ rejected if they are offline, sticky or already drawn.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 
 from gluefl.errors import UsageError
+from gluefl.parameters import AtLeastOne, ClosedShare, Count, NoneAs, OpenShare, checked
 
-Weights = Literal["unbiased", "equal"] | float
+Weights = Literal["unbiased", "equal"] | OpenShare
+StickyShare = Annotated[ClosedShare | None, NoneAs("proportional")]
 LISTABLE = 10**7  # a pool up to this size may be looked through when too few of it are online
 
 
@@ -73,13 +75,19 @@ class Sampler(Protocol):
         ...
 
 
+@checked
 @dataclass(frozen=True)
 class Uniform:
     """K of N clients, uniformly without replacement; ν_i = N/K · p_i (equation 2 of the paper)."""
 
-    cohort: int  # K
+    cohort: Count  # K
     weights: Weights = "unbiased"
-    over_commitment: float = 1.0  # OC: invite OC·K, use the first K
+    over_commitment: AtLeastOne = 1.0  # OC: invite OC·K, use the first K
+
+    def problems(self) -> Iterator[str]:
+        """One group has no share of the weight to choose."""
+        if not isinstance(self.weights, str):
+            yield f"weights = {self.weights} is a share for a sticky group; uniform sampling has none"
 
     def init(self, pool: Pool, rng: np.random.Generator) -> tuple[int, ...]:
         """Uniform sampling remembers nothing."""
@@ -88,9 +96,7 @@ class Uniform:
 
     def check(self, size: int) -> None:
         """Refuse a cohort that cannot be invited from a population of this size."""
-        if self.weights not in ("unbiased", "equal"):
-            raise UsageError(f"weights = {self.weights} is a share for a sticky group; uniform sampling has none.")
-        if not 1 <= self.cohort + extra_invitations(self.over_commitment, self.cohort) <= size:
+        if self.cohort + extra_invitations(self.over_commitment, self.cohort) > size:
             raise UsageError(
                 f"a cohort of {self.cohort} clients with over-commitment {self.over_commitment} cannot be invited "
                 f"from a population of {size}: lower sampling.cohort or raise population.clients."
@@ -109,6 +115,7 @@ class Uniform:
         return state
 
 
+@checked
 @dataclass(frozen=True)
 class Sticky:
     """C clients from a sticky group of S, K−C from outside it; who is new replaces someone who sat idle.
@@ -117,13 +124,21 @@ class Sticky:
     and C/K (equal) instead gives the sticky group that share of the whole weight.
     """
 
-    cohort: int  # K
-    sticky_size: int  # S
-    sticky_cohort: int  # C
+    cohort: Count  # K
+    sticky_size: Count  # S
+    sticky_cohort: Count  # C
     weights: Weights = "unbiased"
-    over_commitment: float = 1.0  # OC
-    sticky_share: float | None = None  # of the extra invitations; None is C/K, the paper's default
+    over_commitment: AtLeastOne = 1.0  # OC
+    sticky_share: StickyShare = None  # of the extra invitations; None is C/K, the paper's default
     initial: Literal["random", "fastest"] = "random"
+
+    def problems(self) -> Iterator[str]:
+        """The sizes with which Algorithm 2 cannot run on any population."""
+        k, s, c = self.cohort, self.sticky_size, self.sticky_cohort
+        if not c < k:
+            yield f"sticky_cohort C = {c} must lie between 1 and cohort − 1 = {k - 1}"
+        if s < k:
+            yield f"sticky_size S = {s} must be at least the cohort K = {k}: eviction needs idle sticky clients"
 
     def invitations(self) -> tuple[int, int]:
         """How many sticky and how many other clients are invited."""
@@ -141,25 +156,16 @@ class Sticky:
 
     def check(self, size: int) -> None:
         """Refuse sizes with which Algorithm 2 cannot run on a population of this size."""
-        k, s, c = self.cohort, self.sticky_size, self.sticky_cohort
-        others = self.invitations()[1]
-        problems = [
-            (not 0 < c < k, f"sticky_cohort C = {c} must lie between 1 and cohort − 1 = {k - 1}"),
-            (
-                s < k,
-                f"sticky_size S = {s} must be at least the cohort K = {k}: eviction needs idle sticky clients",
-            ),
-            (s > size, f"sticky_size S = {s} is larger than the population of {size} clients"),
-            (
-                s <= size < s + others,
-                f"only {size - s} clients are outside the sticky group; {others} are invited",
-            ),
-        ]
-        found = [text for wrong, text in problems if wrong]
-        if isinstance(self.weights, float | int) and not 0 < self.weights < 1:
-            found.append(f"weights = {self.weights} must be a share between 0 and 1, 'unbiased' or 'equal'")
-        if found:
-            raise UsageError("sticky sampling cannot run: " + "; ".join(found) + ".")
+        s, others = self.sticky_size, self.invitations()[1]
+        if s > size:
+            raise UsageError(
+                f"sticky sampling cannot run: sticky_size S = {s} is larger than the population of {size} clients."
+            )
+        if size < s + others:
+            raise UsageError(
+                f"sticky sampling cannot run: only {size - s} clients are outside the sticky group; "
+                f"{others} are invited."
+            )
 
     def invite(self, state: tuple[int, ...], pool: Pool, rng: np.random.Generator) -> tuple[Group, ...]:
         """Two groups. One that is too small gives what it has and the other takes the rest."""

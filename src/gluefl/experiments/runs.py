@@ -6,7 +6,6 @@ A damaged file is read up to the damage, and the run is marked.
 import json
 import math
 import os
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,9 +201,7 @@ class JournalTail:
 
 def _config(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
-        text = path.read_text(encoding="utf-8")
-        # Runs started in Python by older versions contain null, which TOML does not have.
-        return flattened(tomllib.loads(re.sub(r"^.* = null$", "", text, flags=re.MULTILINE))), []
+        return flattened(tomllib.loads(path.read_text(encoding="utf-8"))), []
     except FileNotFoundError:
         return {}, ["there is no config.toml"]
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):

@@ -2,20 +2,20 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 
-from gluefl.errors import UsageError
 from gluefl.fleet.availability import Always, Availability, Diurnal, RecordedSessions
 from gluefl.fleet.compute import MeasuredCompute
 from gluefl.fleet.networks import MEASURED, Measured, Network, RecordedSpeeds, UniformSpeeds
 from gluefl.fleet.noise import Floats, Ints
 from gluefl.fleet.traces import lines
 from gluefl.fleet.trips import Trip
+from gluefl.parameters import File, NonNegative, OneOf, Positive, Range, Seed, checked
 
 NETWORKS = (*MEASURED, "uniform", "file")
 AVAILABILITIES = ("always", "diurnal", "file")
@@ -33,6 +33,7 @@ class Speeds:
     ms_per_sample: Floats
 
 
+@checked
 @dataclass(frozen=True)
 class Fleet:
     """Simulated devices. Client i is a pure function of (seed, i): memory does not grow with the number of clients.
@@ -40,29 +41,33 @@ class Fleet:
     `Fleet("edge", "diurnal", seed=1).trip(7, clock_s=0.0, down_bytes=10**7, up_bytes=10**7, samples=200)`
     """
 
-    network: str = "edge"
-    availability: str = "diurnal"
-    seed: int = 0
-    down_factor: float = 1.0  # the authors' runs: 0.8
-    up_factor: float = 1.0  # the authors' runs: 1.2
-    compute_factor: float = 1.0  # the authors' runs: 0.4
-    model_cost: float = 1.0  # time per sample of this model against that of the table
-    latency_s: float = 0.0  # added once per direction
-    uniform_down_mbps: tuple[float, float] = (40.0, 40.0)
-    uniform_up_mbps: tuple[float, float] = (15.0, 15.0)
-    network_file: str | None = None
-    availability_file: str | None = None
+    network: Annotated[str, OneOf(NETWORKS)] = "edge"
+    availability: Annotated[str, OneOf(AVAILABILITIES)] = "diurnal"
+    seed: Seed = 0
+    down_factor: Positive = 1.0  # the authors' runs: 0.8
+    up_factor: Positive = 1.0  # the authors' runs: 1.2
+    compute_factor: Positive = 1.0  # the authors' runs: 0.4
+    model_cost: Positive = 1.0  # time per sample of this model against that of the table
+    latency_s: NonNegative = 0.0  # added once per direction
+    uniform_down_mbps: Range = (40.0, 40.0)
+    uniform_up_mbps: Range = (15.0, 15.0)
+    network_file: File | None = None
+    availability_file: File | None = None
     repeat_traces: bool = False  # more clients than the trace holds: from its start again
     timed: bool = field(default=True, init=False)
 
-    def __post_init__(self) -> None:
-        for name in ("uniform_down_mbps", "uniform_up_mbps"):  # lists would do, but a fleet is a key
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+    def problems(self) -> Iterator[str]:
+        """A trace needs its file, and a lowest speed is not above the highest."""
+        for name in ("network", "availability"):
+            if getattr(self, name) == "file" and getattr(self, f"{name}_file") is None:
+                yield f'{name} = "file" needs {name}_file, the path of a .csv or pickle trace'
+        for name in ("uniform_down_mbps", "uniform_up_mbps"):
+            lowest, highest = getattr(self, name)
+            if lowest > highest:
+                yield f"{name} = [{lowest}, {highest}]: needs the lowest speed before the highest, in Mbit/s"
 
     def check(self, clients: int) -> None:
-        """Refuse options that cannot work, all at once, and traces too short for `clients`."""
-        if wrong := _wrong_options(self):
-            raise UsageError("\n".join(wrong))
+        """Refuse traces too short for `clients`."""
         last = np.array([max(0, clients - 1)], np.int64)
         for source in (self._network, self._availability):
             if isinstance(source, RecordedSpeeds | RecordedSessions):
@@ -118,9 +123,7 @@ class Fleet:
             return Measured(self.network, self.seed)
         if self.network == "uniform":
             return UniformSpeeds(self.uniform_down_mbps, self.uniform_up_mbps, self.seed)
-        if self.network == "file" and self.network_file is not None:
-            return RecordedSpeeds(self.network_file, self.repeat_traces)
-        raise UsageError("\n".join(_wrong_options(self)))
+        return RecordedSpeeds(str(self.network_file), self.repeat_traces)
 
     @cached_property
     def _availability(self) -> Availability:
@@ -128,9 +131,7 @@ class Fleet:
             return Always()
         if self.availability == "diurnal":
             return Diurnal(self.seed)
-        if self.availability == "file" and self.availability_file is not None:
-            return RecordedSessions(self.availability_file, self.repeat_traces)
-        raise UsageError("\n".join(_wrong_options(self)))
+        return RecordedSessions(str(self.availability_file), self.repeat_traces)
 
     @cached_property
     def _compute(self) -> MeasuredCompute:
@@ -148,24 +149,3 @@ class Fleet:
     def __getstate__(self) -> dict[str, Any]:
         """The options without the kept results: a copy in another process starts without them."""
         return {option.name: getattr(self, option.name) for option in fields(self)}
-
-
-def _wrong_options(fleet: Fleet) -> list[str]:
-    wrong = []
-    if fleet.network not in NETWORKS:
-        wrong.append(f"fleet.network = {fleet.network!r}: needs one of {', '.join(NETWORKS)}.")
-    if fleet.availability not in AVAILABILITIES:
-        wrong.append(f"fleet.availability = {fleet.availability!r}: needs one of {', '.join(AVAILABILITIES)}.")
-    for name in ("network", "availability"):
-        if getattr(fleet, name) == "file" and getattr(fleet, f"{name}_file") is None:
-            wrong.append(f'fleet.{name} = "file" needs fleet.{name}_file, the path of a .csv or pickle trace.')
-    for name in ("down_factor", "up_factor", "compute_factor", "model_cost"):
-        if not 0 < getattr(fleet, name) < math.inf:
-            wrong.append(f"fleet.{name} = {getattr(fleet, name)}: needs a finite number above 0.")
-    if not 0 <= fleet.latency_s < math.inf:
-        wrong.append(f"fleet.latency_s = {fleet.latency_s}: needs seconds, 0 or more.")
-    for name in ("uniform_down_mbps", "uniform_up_mbps"):
-        bounds = tuple(getattr(fleet, name))
-        if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] < math.inf:
-            wrong.append(f"fleet.{name} = {bounds}: needs a lowest and a highest speed above 0, in Mbit/s.")
-    return wrong

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from gluefl.parameters import Positive, checked
+
 
 @dataclass(frozen=True)
 class Trip:
@@ -28,11 +30,12 @@ class Trip:
         return self.lost_s is None or self.lost_s >= self.download_s
 
 
+@checked
 @dataclass(frozen=True)
 class Arrivals:
     """Which arrivals a round uses, and what it charges for the others."""
 
-    deadline_s: float | None = None  # arrivals after it are not used
+    deadline_s: Positive | None = None  # arrivals after it are not used
     authors_arrivals: bool = False  # use a random choice of the sticky clients that were fast enough
     stop_late_downloads: bool = False  # a late client is told to stop: charge what it had when the round ended
 

@@ -10,12 +10,12 @@ from gluefl import models, populations
 from gluefl.clients.evaluation import METRICS
 from gluefl.clients.rules import LocalSGD
 from gluefl.config import Config, to_toml
+from gluefl.config.tables import part, sampler
 from gluefl.core.optimizer import Server
-from gluefl.core.sampling import Sampler, Sticky, Uniform
+from gluefl.core.sampling import Sampler
 from gluefl.fleet import Arrivals, Devices, Fleet, Instant
 from gluefl.simulation.run import Result, train
 from gluefl.simulation.settings import Evaluation, Options, Setting
-from gluefl.strategies.registry import STRATEGIES
 
 
 def run(config: Config, options: Options) -> Result:
@@ -28,21 +28,20 @@ def run(config: Config, options: Options) -> Result:
     )
     if skipped := getattr(population, "skipped", 0):
         print(f"{skipped} broken samples of {config.population.name} are left out", file=sys.stderr)
-    settings = config.training.model_dump(exclude={"trainer", "tf32"})
     evaluation, device_gb = config.evaluation, config.residuals.device_gb
     return train(
         build_model(config, population.classes, population.shape),
         population,
-        STRATEGIES[config.strategy.name](**config.strategy.parameters()),
+        config.strategy.build(),
         sampler=build_sampler(config),
         rounds=config.rounds,
         setting=Setting(
             seed=config.seed,
-            training=LocalSGD(**settings),
-            server=Server(config.server.lr, config.server.momentum),
+            training=part(LocalSGD, config.training),
+            server=part(Server, config.server),
             importance=config.sampling.importance,
             devices=build_devices(config, population.clients),
-            arrivals=Arrivals(config.fleet.deadline_s, config.fleet.authors_arrivals, config.fleet.stop_late_downloads),
+            arrivals=part(Arrivals, config.fleet),
             evaluation=Evaluation(
                 every=evaluation.every,
                 average=evaluation.average,
@@ -77,26 +76,13 @@ def build_model(config: Config, classes: int, shape: tuple[int, ...]) -> torch.n
 
 def build_sampler(config: Config) -> Sampler:
     """The sampler of a configuration."""
-    sampling, oc = config.sampling, config.fleet.over_commitment
-    if sampling.name == "uniform":
-        return Uniform(sampling.cohort, sampling.weights, oc)
-    share = config.fleet.sticky_share
-    return Sticky(
-        cohort=sampling.cohort,
-        sticky_size=sampling.sticky_size or 0,
-        sticky_cohort=sampling.sticky_cohort or 0,
-        weights=sampling.weights,
-        over_commitment=oc,
-        sticky_share=None if share == "proportional" else float(share),
-        initial=sampling.initial,
-    )
+    return sampler(config.sampling, config.fleet)
 
 
 def build_devices(config: Config, clients: int) -> Devices:
     """The fleet of a configuration."""
     if config.fleet.network == "instant":
         return Instant()
-    of_the_round = {"over_commitment", "sticky_share", "deadline_s", "authors_arrivals", "stop_late_downloads"}
-    devices = Fleet(**config.fleet.model_dump(exclude=of_the_round))
+    devices = part(Fleet, config.fleet)
     devices.check(clients)
     return devices

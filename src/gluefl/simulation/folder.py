@@ -14,7 +14,7 @@ from gluefl.errors import UsageError
 from gluefl.populations import Population
 from gluefl.simulation.fingerprint import Fingerprint, check_same
 from gluefl.simulation.settings import Options, Setting
-from gluefl.storage import checkpoint
+from gluefl.storage import checkpoint, toml
 from gluefl.storage.journal import Journal
 from gluefl.strategies import Strategy
 
@@ -86,13 +86,9 @@ def description(
     if options.description is not None:
         return options.description
     parts = (strategy, sampler, setting.training, setting.server, setting.devices, setting.importance)
-    tables = [
-        f"seed = {setting.seed}",
-        f'model = "{type(module).__name__}"',
-        f'population = "{type(population).__name__}"',
-    ]
-    for part in parts:
-        values = asdict(part) if is_dataclass(part) and not isinstance(part, type) else {"value": part}
-        tables.append(f"\n[{type(part).__name__}]")
-        tables += [f"{key} = {json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
-    return "\n".join(tables) + "\n"
+    tables = {
+        type(part).__name__: asdict(part) if is_dataclass(part) and not isinstance(part, type) else {"value": part}
+        for part in parts
+    }
+    names = {"model": type(module).__name__, "population": type(population).__name__}
+    return toml.dumps({"seed": setting.seed, **names, **tables})

@@ -3,68 +3,80 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Strict
 from torch import nn
 
 from gluefl.clients.cohort import Engine
 from gluefl.clients.evaluation import Metric, top_1
 from gluefl.clients.rules import LocalSGD, Loss
+from gluefl.clients.trainers.choice import TRAINERS
 from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.server import State
 from gluefl.fleet import Arrivals, Devices, Instant
+from gluefl.parameters import Count, Has, NonNegativeCount, OneOf, Seed, Share, checked
 from gluefl.storage.journal import Line
 from gluefl.strategies.hooks import Hook
 
-Callback = Callable[[Line, State], bool | None]  # returns True to stop the run
+Callback = Callable[[Line, State], bool | None]  # called after every round; returns True to stop the run
+Callbacks = Annotated[tuple[Callback, ...], Strict(False)]
+Hooks = Annotated[tuple[Annotated[Hook, Has(("on_delta", "on_sum"))], ...], Strict(False)]
 
 
+@checked
 @dataclass(frozen=True)
 class Evaluation:
     """When the global model is evaluated, how, and which result ends the run."""
 
-    every: int = 10  # rounds
-    average: int = 5  # a target is compared with the mean of this many evaluations
+    every: Count = 10  # rounds
+    average: Count = 5  # a target is compared with the mean of this many evaluations
     metric: Metric = top_1
-    batch: int = 1000
-    target: float | None = None
+    batch: Count = 1000
+    target: Share | None = None
     stop_at_target: bool = True
-    clients: int = 0  # at the end, percentiles of the metric over this many clients
+    clients: NonNegativeCount = 0  # at the end, percentiles of the metric over this many clients
 
 
+@checked
 @dataclass(frozen=True)
 class Setting:
     """What is computed, beside model, population, strategy and sampler."""
 
-    seed: int = 1
+    seed: Seed = 1
     training: LocalSGD = LocalSGD()  # noqa: RUF009 - frozen
-    server: Optimizer = Server()  # noqa: RUF009 - frozen
+    server: Annotated[Optimizer, Has(("init", "step"))] = Server()  # noqa: RUF009 - frozen
     loss: Loss = nn.functional.cross_entropy
-    hooks: tuple[Hook, ...] = ()  # on a client's update and on the server's sum
+    hooks: Annotated[
+        tuple[Annotated[Hook, Has(("on_delta", "on_sum"))], ...], Strict(False)
+    ] = ()  # on a client's update and on the server's sum
     importance: Literal["uniform", "samples"] = "uniform"  # p_i: equal, or by numbers of samples
-    devices: Devices = Instant()  # noqa: RUF009 - frozen
+    devices: Annotated[Devices, Has(("timed", "is_online", "next_change_s", "trip"))] = Instant()  # noqa: RUF009 - frozen
     arrivals: Arrivals = Arrivals()  # noqa: RUF009 - frozen
     evaluation: Evaluation = Evaluation()
     initial_weights: Path | None = None  # a safetensors file instead of the weights of the module
 
 
+@checked
 @dataclass(frozen=True)
 class Options:
     """How a run is carried out; what is computed stays the same, but for rounding where it says so."""
 
     out: Path | str | None = None  # folder of the run; without one nothing is written
     resume: bool = False  # go on with the run in `out`
-    callbacks: tuple[Callback, ...] = ()  # called after every round; one that returns True stops the run
+    callbacks: Annotated[
+        tuple[Callback, ...], Strict(False)
+    ] = ()  # called after every round; one that returns True stops the run
     progress: bool | None = None  # show progress; by default in a terminal
-    engine: Engine | None = None  # trains the cohorts instead of this machine
+    engine: Annotated[Engine, Has(("train", "work"))] | None = None  # trains the cohorts instead of this machine
     device: str = "cpu"  # sums are rounded in another order elsewhere,
-    trainer: str = "auto"  # and by another trainer
+    trainer: Annotated[str, OneOf(TRAINERS)] = "auto"  # and by another trainer
     tf32: bool = True  # on a GPU, products of ten-bit mantissas, as PyTorch's convolutions have by default
     encode: bool = False  # encode, decode and check every message
-    checkpoint_every: int = 10  # rounds
+    checkpoint_every: Count = 10  # rounds
     checkpoint_at_end: bool = True  # so that a finished run can be given more rounds
-    residual_memory_bytes: int = 3 * 10**8
-    residual_device_bytes: int | None = None  # on a GPU: a third of what is free
+    residual_memory_bytes: NonNegativeCount = 3 * 10**8
+    residual_device_bytes: NonNegativeCount | None = None  # on a GPU: a third of what is free
     residual_half: bool = False  # half precision rounds what clients remember
     description: str | None = field(default=None, repr=False)  # the text of config.toml, if it was made from one
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gluefl.parameters import Count, Decay, Positive, Share, checked
 from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse, part_of
@@ -29,16 +30,17 @@ class APFState:
     threshold: float
 
 
+@checked
 @dataclass(frozen=True)
 class APF:
     """Only active parameters travel, and both sides know which they are."""
 
     traits: ClassVar[Traits] = Traits()
 
-    threshold: float = 0.1  # of the effective perturbation |E| / A
-    check_every: int = 5  # F_c, in rounds
-    decay: float = 0.99  # α, of the moving averages
-    tighten_at: float | None = None  # halve the threshold when this share is frozen, as the original does
+    threshold: Positive = 0.1  # of the effective perturbation |E| / A
+    check_every: Count = 5  # F_c, in rounds
+    decay: Decay = 0.99  # α, of the moving averages
+    tighten_at: Share | None = None  # halve the threshold when this share is frozen, as the original does
 
     def init(self, space: Space) -> APFState:
         """Everything is active."""

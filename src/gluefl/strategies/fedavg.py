@@ -6,11 +6,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from gluefl.parameters import checked
 from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse, whole
 
 
+@checked
 @dataclass(frozen=True)
 class FedAvg:
     """Everything travels, both ways."""

@@ -4,12 +4,13 @@ This file is mask shifting (§3.2, Algorithm 3) with mask regeneration and error
 sampling is `gluefl.core.sampling.Sticky`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from gluefl.parameters import Rounds, Share, checked
 from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
 from gluefl.strategies.compensation import Compensation, compensate, remember
 from gluefl.vectors.mask import Mask
@@ -25,17 +26,26 @@ class GlueFLState:
     shared: Mask
 
 
+@checked
 @dataclass(frozen=True)
 class GlueFL:
     """Consecutive updates lie mostly on the same coordinates, so that a client that skipped rounds misses little."""
 
     traits: ClassVar[Traits] = Traits()
 
-    q: float = 0.2
-    q_shared: float = 0.16  # q_shr
-    regenerate_every: int | None = 10  # I; None is never (the paper's I = ∞)
+    q: Share = 0.2
+    q_shared: Share = 0.16  # q_shr
+    regenerate_every: Rounds = 10  # I; None is never (the paper's I = ∞)
     compensation: Compensation = "rescaled"
-    scope: str = "vector"
+    scope: Literal["vector", "tensor"] = "vector"
+
+    def problems(self) -> Iterator[str]:
+        """The shared mask must leave a unique part."""
+        if self.q_shared >= self.q:
+            yield (
+                f"q_shared = {self.q_shared} must be below q = {self.q}: "
+                "without a unique part the mask could never move"
+            )
 
     def init(self, space: Space) -> GlueFLState:
         """No mask yet: round 1 regenerates it."""

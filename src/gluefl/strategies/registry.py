@@ -1,11 +1,27 @@
-"""The strategies by their names, and the sampler each of them comes with in its paper."""
+"""The strategies by name: one row each. Its parameters in TOML are the fields of the class."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from gluefl.strategies.apf import APF
 from gluefl.strategies.fedavg import FedAvg
 from gluefl.strategies.gluefl import GlueFL
 from gluefl.strategies.stc import STC
 
-STRATEGIES: dict[str, Any] = {"fedavg": FedAvg, "stc": STC, "apf": APF, "gluefl": GlueFL}
-SAMPLING = {"fedavg": "uniform", "stc": "uniform", "apf": "uniform", "gluefl": "sticky"}
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy's dataclass, and the sampler that its paper comes with."""
+
+    kind: type[Any]
+    sampler: Literal["uniform", "sticky"] = "uniform"
+
+
+ROWS = {
+    "fedavg": Row(FedAvg),
+    "stc": Row(STC),
+    "apf": Row(APF),
+    "gluefl": Row(GlueFL, "sticky"),
+}
+
+STRATEGIES: dict[str, Any] = {name: row.kind for name, row in ROWS.items()}

@@ -6,11 +6,12 @@ compression errors is there as options; Algorithm 1 has none.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from gluefl.parameters import Share, checked
 from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
 from gluefl.strategies.compensation import Compensation, compensate, remember
 from gluefl.vectors.mask import Mask
@@ -26,16 +27,17 @@ class STCState:
     residual: Tensor | None = None
 
 
+@checked
 @dataclass(frozen=True)
 class STC:
     """Sparse updates whose positions neither side knows beforehand."""
 
     traits: ClassVar[Traits] = Traits()
 
-    q: float = 0.2
+    q: Share = 0.2
     compensation: Compensation = "none"
     server_feedback: bool = False
-    scope: str = "vector"
+    scope: Literal["vector", "tensor"] = "vector"
 
     def init(self, space: Space) -> STCState:
         """Nothing left out yet."""

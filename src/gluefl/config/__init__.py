@@ -1,0 +1,213 @@
+"""TOML → one frozen, validated tree. All errors at once; unknown keys are refused with the nearest known one.
+
+The tables of parts with a dataclass of their own (`tables.py`) are derived from it.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, PlainValidator, ValidationError
+
+from gluefl.errors import UsageError, nearest
+from gluefl.parameters import (
+    Count,
+    NonNegativeCount,
+    ParameterError,
+    Parameters,
+    Positive,
+    Seed,
+    Share,
+    problems_of,
+    written,
+)
+from gluefl.storage import toml
+
+COMPARED = ("fedavg", "stc", "apf", "gluefl")  # where `[compare]` names none
+
+
+def _derived(table: str) -> PlainValidator:
+    def validate(raw: Any) -> Any:
+        from gluefl.config import tables  # torch comes with it
+
+        return getattr(tables, table)(raw)
+
+    return PlainValidator(validate)
+
+
+def _default() -> Any:
+    return Field(default_factory=dict, validate_default=True)
+
+
+class Population(Parameters):
+    """`[population]`: a name and the options of that population."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = "glyphs"
+    clients: Count | None = None  # N
+    seed: Seed = 1  # of generated or re-partitioned data; independent of the seed of the run
+
+
+class Model(Parameters):
+    """`[model]`: a name and the options of that model."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = "leaf_cnn"
+
+
+class Evaluation(Parameters):
+    """`[evaluation]`: when and how the global model is evaluated."""
+
+    every: Count = 10
+    average: Count = 5  # a target is compared with the mean of this many evaluations
+    metric: Literal["top1", "top5"] = "top1"
+    batch: Count = 1000
+    stop_at_target: bool = True
+    clients: NonNegativeCount = 0  # at the end, accuracy percentiles over this many clients
+
+
+class Wire(Parameters):
+    """`[wire]`: whether messages are only measured, or every one of them is encoded, decoded and checked."""
+
+    encode: bool = False
+
+
+class Checkpoint(Parameters):
+    """`[checkpoint]`: how often, in rounds, a run can be resumed from; a signal always leaves one behind."""
+
+    every: Count = 50
+
+
+class Residuals(Parameters):
+    """`[residuals]`: where the clients' error-compensation memories lie."""
+
+    memory_gb: Positive = 0.3
+    device_gb: Positive | None = None  # of a GPU's memory; a third of what is free at the start if none is given
+    half: bool = False
+
+
+class Config(Parameters):
+    """A whole run."""
+
+    rounds: Count = 100
+    seed: Seed = 1
+    target: Share | None = None
+    population: Population = Field(default_factory=Population)
+    model: Model = Field(default_factory=Model)
+    training: Annotated[Any, _derived("training")] = _default()
+    strategy: Annotated[Any, _derived("strategy")] = _default()
+    server: Annotated[Any, _derived("server")] = _default()
+    sampling: Annotated[Any, _derived("sampling")] = _default()
+    fleet: Annotated[Any, _derived("fleet")] = _default()
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    wire: Wire = Field(default_factory=Wire)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    residuals: Residuals = Field(default_factory=Residuals)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A TOML file as it is."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration {path}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}.") from error
+
+
+def with_sets(raw: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """Apply `key=value` assignments: dotted keys, TOML values (a bare word is a string)."""
+    result = merged({}, raw)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--set {assignment}: write it as key=value, for example --set training.lr=0.05.")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        *tables, name = key.strip().split(".")
+        nested: dict[str, Any] = {name: value}
+        for table in reversed(tables):
+            nested = {table: nested}
+        result = merged(result, nested)
+    return result
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Two trees, the second on top of the first."""
+    result = {key: merged({}, value) if isinstance(value, Mapping) else value for key, value in base.items()}
+    for key, value in over.items():
+        if isinstance(value, Mapping):
+            below = result.get(key)
+            result[key] = merged(below if isinstance(below, Mapping) else {}, value)
+        else:
+            result[key] = value
+    return result
+
+
+def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Config:
+    """A configuration, or one error that lists everything that is wrong with it.
+
+    What depends on other values is filled in, so that the text of the configuration says what is run.
+    """
+    from gluefl.config.tables import resolved
+
+    try:
+        config = Config.model_validate({key: value for key, value in raw.items() if key != "compare"})
+    except ValidationError as error:
+        raise ParameterError(source, problems_of(error, Config)) from None
+    try:
+        sampling = resolved(config.sampling, config.fleet, config.strategy)
+    except ParameterError as error:
+        raise ParameterError(source, [problem.within("sampling") for problem in error.problems]) from None
+    return config.model_copy(update={"sampling": sampling})
+
+
+def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[str, Config]:
+    """The runs of a comparison by label. A label names a strategy unless its table says which one it runs.
+
+    A `[strategy]` parameter on top applies to every strategy that has it, and to one at least.
+    """
+    from gluefl.config.tables import parameters_of
+    from gluefl.strategies.registry import ROWS
+
+    compare = dict(raw.get("compare", {}))
+    labels = compare.pop("strategies", list(COMPARED))
+    if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
+        raise UsageError('compare.strategies must be a list of names, for example ["fedavg", "gluefl"].')
+    unknown = sorted(set(compare) - set(labels))
+    if unknown:
+        raise UsageError(
+            f"[compare.{unknown[0]}] belongs to none of compare.strategies = {labels}{_meant(unknown[0], labels)}."
+        )
+    base = {key: value for key, value in raw.items() if key != "compare"}
+    shared = dict(base.pop("strategy", {}))
+    shared.pop("name", None)
+    result, taken = {}, set[str]()
+    for label in labels:
+        own = compare.get(label, {})
+        name = own.get("strategy", {}).get("name", label)
+        if name not in ROWS:
+            raise UsageError(
+                f"compare: '{label}' is no strategy{_meant(label, ROWS)}; a label of your own needs "
+                f'[compare.{label}.strategy] name = "…".'
+            )
+        fitting = {key: value for key, value in shared.items() if key in parameters_of(name)}
+        taken |= fitting.keys()
+        variant = merged(merged(base, {"strategy": {"name": name, **fitting}}), own)
+        result[label] = validated(variant, f"{source}, run '{label}',")
+    if left := sorted(shared.keys() - taken):
+        raise UsageError(f"strategy.{left[0]} is a parameter of none of the compared strategies ({', '.join(labels)}).")
+    return result
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration as a file that runs the same again."""
+    strategy = {"name": config.strategy.name, **written(config.strategy.build())}
+    return toml.dumps(config.model_dump(exclude={"strategy"}) | {"strategy": strategy})
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    return nearest(name, known) or f" (known: {', '.join(sorted(known))})"

@@ -1,0 +1,198 @@
+"""The tables of a configuration that are derived from dataclasses: keys, limits and rules are those of the classes.
+
+Only this part of the configuration needs torch, so it is imported when a configuration is validated.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from gluefl.clients.rules import LocalSGD
+from gluefl.clients.trainers.choice import TRAINERS
+from gluefl.core import optimizer
+from gluefl.core.sampling import Sampler, Sticky, Uniform
+from gluefl.fleet import devices
+from gluefl.parameters import (
+    OneOf,
+    ParameterError,
+    Parameters,
+    Positive,
+    Problem,
+    check,
+    declarations,
+    problems_of,
+    unknown_key,
+)
+from gluefl.strategies import registry
+
+Part = TypeVar("Part")
+SAMPLERS: dict[str, type[Any]] = {"uniform": Uniform, "sticky": Sticky}
+OF_THE_ROUND = ("network", "over_commitment", "sticky_share")  # what `[fleet]` says of a fleet that takes no time, too
+
+
+def _table(name: str, /, **declared: Any) -> type[Parameters]:
+    return create_model(name, __base__=Parameters, **declared)
+
+
+Training = _table(
+    "Training",
+    **declarations(LocalSGD),
+    trainer=(Annotated[str, OneOf(TRAINERS)], "auto"),
+    tf32=(bool | None, None),  # on a GPU; allowed where the configuration does not say
+)
+
+Server = _table("Server", **declarations(optimizer.Server))
+
+_sticky = declarations(Sticky)
+Sampling = _table(
+    "Sampling",
+    name=(Annotated[str, OneOf(tuple(SAMPLERS))] | None, None),  # the sampler of the strategy's paper
+    cohort=(_sticky["cohort"][0], 30),
+    sticky_size=(_sticky["sticky_size"][0] | None, None),  # 4K
+    sticky_cohort=(_sticky["sticky_cohort"][0] | None, None),  # 4K/5
+    weights=_sticky["weights"],
+    importance=(Literal["uniform", "samples"], "uniform"),
+    initial=_sticky["initial"],
+)
+
+_fleet = declarations(devices.Fleet, availability="always", seed=1)
+Fleet = _table(
+    "Fleet",
+    network=(Annotated[str, OneOf(("instant", *devices.NETWORKS))], "instant"),
+    availability=_fleet["availability"],
+    over_commitment=_sticky["over_commitment"],
+    sticky_share=_sticky["sticky_share"],
+    deadline_s=(Positive | None, None),
+    authors_arrivals=(bool, False),  # a random choice among the sticky that were fast enough, as in their code
+    stop_late_downloads=(bool, False),  # charge late clients only what they had when the round ended
+    **{name: _fleet[name] for name in _fleet if name not in ("network", "availability", "seed")},
+    seed=_fleet["seed"],
+)
+
+
+class Strategy(BaseModel):
+    """`[strategy]`: which algorithm, and all of its parameters."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of the algorithm by name."""
+        return dict(self.model_extra or {})
+
+    def build(self) -> Any:
+        """The algorithm."""
+        return registry.ROWS[self.name].kind(**self.parameters())
+
+
+def training(raw: Any) -> Any:
+    """`[training]`: how a client trains, and on what."""
+    return _validated(Training, raw, LocalSGD)
+
+
+def server(raw: Any) -> Any:
+    """`[server]`: the server's own step."""
+    return _validated(Server, raw, optimizer.Server)
+
+
+def sampling(raw: Any) -> Any:
+    """`[sampling]`: which clients are invited; the rules of a sampler are checked by `resolved`."""
+    return _validated(Sampling, raw)
+
+
+def fleet(raw: Any) -> Any:
+    """`[fleet]`: the devices. `network = "instant"` is the fleet that takes no time."""
+    if isinstance(raw, Mapping) and raw.get("network", "instant") != "instant":
+        return _validated(Fleet, raw, devices.Fleet)
+    table = _validated(Fleet, raw)
+    idle = [
+        name
+        for name, field in sorted(Fleet.model_fields.items())
+        if name not in OF_THE_ROUND and getattr(table, name) != field.default
+    ]
+    if idle:
+        message = (
+            f"network is 'instant', where nothing takes time and everyone is online: {', '.join(idle)} would mean "
+            "nothing; choose edge, 5g, cloud, uniform or file"
+        )
+        raise ParameterError("fleet", [Problem("", message)])
+    return table
+
+
+def strategy(raw: Any) -> Strategy:
+    """`[strategy]`: a name of the registry and the parameters of that dataclass."""
+    if not isinstance(raw, Mapping):
+        raise ParameterError("strategy", [Problem("", f"input should be a table; found {raw!r}")])
+    name = raw.get("name", "gluefl")
+    check("strategy", name=(Annotated[str, OneOf(tuple(registry.ROWS))], name))
+    kind, names = registry.ROWS[name].kind, parameters_of(name)
+    others = set().union(*map(parameters_of, registry.ROWS))
+    foreign = sorted((raw.keys() - names - {"name"}) & others)
+    problems = [Problem(key, unknown_key(key, names)) for key in raw if key not in names | others | {"name"}]
+    if foreign:
+        own = ", ".join(sorted(names)) or "no parameters"
+        problems.append(Problem("", f"{name} has no {', '.join(foreign)}; it has {own}"))
+    try:
+        algorithm = kind(**{key: value for key, value in raw.items() if key in names})
+    except ParameterError as error:
+        problems += error.problems
+    if problems:
+        raise ParameterError("strategy", problems)
+    return Strategy(name=name, **{key: getattr(algorithm, key) for key in declarations(kind)})
+
+
+def parameters_of(strategy: str) -> set[str]:
+    """The names of a strategy's own parameters."""
+    return set(declarations(registry.ROWS[strategy].kind))
+
+
+def resolved(sampling: Any, fleet: Any, strategy: Strategy) -> Any:
+    """`[sampling]` with the sampler of the strategy's paper, and its sizes, where the configuration gives none."""
+    name = sampling.name or registry.ROWS[strategy.name].sampler
+    sizes: dict[str, int | None] = {"sticky_size": None, "sticky_cohort": None}
+    if name == "sticky":
+        k = sampling.cohort
+        sizes = {
+            "sticky_size": sampling.sticky_size if sampling.sticky_size is not None else 4 * k,
+            "sticky_cohort": sampling.sticky_cohort if sampling.sticky_cohort is not None else 4 * k // 5,
+        }
+    elif sampling.name == "uniform" and (sampling.sticky_size or sampling.sticky_cohort):
+        message = "name is 'uniform', but sticky_size or sticky_cohort is given: remove them"
+        raise ParameterError("sampling", [Problem("", message)])
+    table = sampling.model_copy(update={"name": name, **sizes})
+    sampler(table, fleet)  # refuses sizes that cannot run on any population
+    return table
+
+
+def sampler(sampling: Any, fleet: Any) -> Sampler:
+    """The sampler of a resolved `[sampling]`; over-commitment is a matter of the fleet."""
+    built: Sampler = part(SAMPLERS[sampling.name], sampling, fleet)
+    return built
+
+
+def part(kind: type[Part], *tables: Any) -> Part:
+    """A dataclass whose parameters are keys of these tables."""
+    values = {name: getattr(table, name) for table in reversed(tables) for name in type(table).model_fields}
+    return kind(**{name: values[name] for name in declarations(kind)})
+
+
+def _validated(table: type[Parameters], raw: Any, *kinds: type) -> Any:
+    """A table whose keys fit their types and from which these dataclasses can be constructed; all problems at once."""
+    problems: list[Problem] = []
+    changes: dict[str, Any] = {}
+    try:
+        valid = table.model_validate(raw)
+    except ValidationError as error:
+        problems = problems_of(error, table)
+    given = raw if isinstance(raw, Mapping) else {}
+    values = {name: given.get(name, field.default) for name, field in table.model_fields.items()}
+    for kind in kinds:
+        try:
+            built = kind(**{name: values[name] for name in declarations(kind)})
+            changes |= {name: getattr(built, name) for name in declarations(kind)}
+        except ParameterError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise ParameterError(table.__name__.lower(), problems)
+    return valid.model_copy(update=changes)
