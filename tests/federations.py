@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gluefl.clients.cohort import Cohort, Outcome
 from gluefl.clients.residuals import Residuals
-from gluefl.clients.rules import Outcome
 from gluefl.core.federation import Federation, State, start
 from gluefl.core.optimizer import Server
 from gluefl.core.sampling import Pool
@@ -34,14 +34,11 @@ class Engine:
     def statistics(self, round: int, client: int) -> Tensor:
         return dyadic(LAYOUT.statistics_size, round, client, 1)
 
-    def train(self, weights, statistics, clients, round, frozen):
-        for client in reversed(clients) if self.reverse else clients:
-            delta = self.delta(round, client)
-            moved = delta if frozen is None else torch.where(frozen, 0.0, delta)
-            yield Outcome(client, moved, self.statistics(round, client), 0.5)
-
-    def prepare(self, clients, round):
-        pass
+    def train(self, cohort: Cohort):
+        for client in reversed(cohort.clients) if self.reverse else cohort.clients:
+            delta = self.delta(cohort.round, client)
+            moved = delta if cohort.frozen is None else torch.where(cohort.frozen, 0.0, delta)
+            yield Outcome(client, moved, self.statistics(cohort.round, client), 0.5)
 
     def work(self, client: int) -> int:
         return 200

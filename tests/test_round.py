@@ -14,7 +14,7 @@ import torch
 from federations import LAYOUT, RUN, Engine, Unreliable, federation
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform, wire
 from gluefl.accel.cores import in_turn
-from gluefl.clients.rules import Outcome
+from gluefl.clients.cohort import Outcome
 from gluefl.core.federation import State
 from gluefl.errors import GlueFLError
 from gluefl.fleet import Instant, Trip
@@ -50,8 +50,8 @@ class Diverging(Engine):
     def __init__(self, on_device: bool) -> None:
         self.on_device = on_device
 
-    def train(self, *arguments):
-        for number, outcome in enumerate(super().train(*arguments)):
+    def train(self, cohort):
+        for number, outcome in enumerate(super().train(cohort)):
             loss = math.nan if number == 2 else 0.5
             yield Outcome(
                 outcome.client, outcome.delta, outcome.statistics, torch.tensor(loss) if self.on_device else loss
@@ -72,8 +72,8 @@ class Counting(Engine):
         self.deltas: list[weakref.ref] = []
         self.most = 0
 
-    def train(self, *arguments):
-        for outcome in super().train(*arguments):
+    def train(self, cohort):
+        for outcome in super().train(cohort):
             gc.collect()
             self.deltas.append(weakref.ref(outcome.delta))
             self.most = max(self.most, sum(delta() is not None for delta in self.deltas))
@@ -93,8 +93,8 @@ class Inflated(Engine):
     def __init__(self, on_device: bool) -> None:
         self.on_device = on_device
 
-    def train(self, *arguments):
-        for outcome in super().train(*arguments):
+    def train(self, cohort):
+        for outcome in super().train(cohort):
             loss = torch.tensor(0.5) if self.on_device else 0.5
             yield replace(outcome, statistics=outcome.statistics + torch.inf, loss=loss)
 
@@ -150,9 +150,9 @@ class Noted(Engine):
     def prepare(self, clients, round):
         self.prepared.append((round, set(clients)))
 
-    def train(self, weights, statistics, clients, round, frozen):
-        self.trained.append((round, clients))
-        yield from super().train(weights, statistics, clients, round, frozen)
+    def train(self, cohort):
+        self.trained.append((cohort.round, cohort.clients))
+        yield from super().train(cohort)
 
 
 def encode_later(bodies, under_way=False) -> None:

@@ -1,14 +1,14 @@
 """What a federation is made of, and what its rounds change."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from gluefl import wire
+from gluefl.clients.cohort import Engine, Outcome
 from gluefl.clients.residuals import Residuals
-from gluefl.clients.rules import Outcome
 from gluefl.core.ledger import Ledger
 from gluefl.core.optimizer import Server
 from gluefl.core.sampling import Pool, Sampler
@@ -17,25 +17,6 @@ from gluefl.randomness import stream
 from gluefl.simulation.channel import Channel
 from gluefl.strategies import Space, Strategy
 from gluefl.vectors.layout import Layout
-
-
-class Engine(Protocol):
-    """Trains the cohort of a round, wherever that happens."""
-
-    def prepare(self, clients: Iterable[int], round: int) -> None:
-        """Some of these clients will train, or are likely to: whatever can be done for that by now."""
-        ...
-
-    def train(
-        self, weights: Tensor, statistics: Tensor, clients: Sequence[int], round: int, frozen: Tensor | None
-    ) -> Iterator[Outcome]:
-        """One outcome per client, in any order. On a GPU a round guesses the next: what was begun may be left, and the
-        same round trained again with other clients."""
-        ...
-
-    def work(self, client: int) -> int:
-        """How many samples a client passes through its model in a round."""
-        ...
 
 
 @dataclass(frozen=True)

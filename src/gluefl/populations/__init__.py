@@ -20,6 +20,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def nbytes(self) -> int:
+        """Their size in memory."""
+        return self.inputs.nbytes + self.labels.nbytes
+
 
 class Population(Protocol):
     """What training needs to know of the data. Any object that answers this is a population.

@@ -9,20 +9,24 @@ The centre lines are those of fonts carried by matplotlib: DejaVu (Bitstream Ver
 Font License 1.1) and Computer Modern (BaKoMa Fonts Licence). Their names lie in the atlas, no font does.
 """
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import lru_cache, partial
 from importlib.resources import files
 from math import log
+from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import grid_sample, interpolate
 
 from gluefl.errors import UsageError
 from gluefl.populations import Samples
-from gluefl.populations.shelf import Shelf
 from gluefl.randomness import stream
 
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -88,7 +92,8 @@ class Glyphs:
     median_samples: int = 80
     test_samples: int = 3100
     cache_mb: int = 256
-    shelf: Shelf = field(init=False, repr=False, compare=False)
+    cache: LRUCache[int, Samples] = field(init=False, repr=False, compare=False)  # by client; -1: the test samples
+    lock: Any = field(init=False, repr=False, compare=False)  # several threads may produce samples
 
     def __post_init__(self) -> None:
         wrong = [
@@ -106,7 +111,13 @@ class Glyphs:
         ]
         if wrong:
             raise UsageError("the population glyphs cannot be made: " + "; ".join(wrong))
-        object.__setattr__(self, "shelf", Shelf(self.cache_mb * 2**20))
+        cache = LRUCache[int, Samples](self.cache_mb * 2**20, getsizeof=lambda samples: samples.nbytes)
+        object.__setattr__(self, "cache", cache)
+        object.__setattr__(self, "lock", Lock())
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """A pickled copy has an empty cache."""
+        return partial(Glyphs, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}), ()
 
     @property
     def classes(self) -> int:
@@ -134,15 +145,24 @@ class Glyphs:
             pictures = write(rng, draw_hand(rng, self.difficulty), labels, self.difficulty)
             return Samples(pictures, torch.from_numpy(labels))
 
-        return self.shelf.get(client, make)
+        return self._cached(client, make)
 
     def test(self) -> Samples:
         """As many samples of every class, by writers who are not clients; ten by each of them."""
-        return self.shelf.get(-1, self._make_test)
+        return self._cached(-1, self._make_test)
 
     def transform(self, inputs: Tensor) -> Tensor:
         """Grey levels to float32 of about mean 0 and deviation 1, with a channel: (n, 1, 28, 28)."""
         return inputs.unsqueeze(-3).float().div_(255 * DEVIATION).sub_(MEAN / DEVIATION)
+
+    def _cached(self, key: int, make: Callable[[], Samples]) -> Samples:
+        with self.lock:
+            if key in self.cache:
+                return self.cache[key]
+        samples = make()  # outside the lock: two threads may both make the same samples
+        with self.lock, suppress(ValueError):  # larger than the cache
+            self.cache[key] = samples
+        return samples
 
     def _make_test(self) -> Samples:
         count = self.test_samples

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gluefl import wire
 from gluefl.accel.cores import fetched, overtaking, works_by_itself
-from gluefl.clients.rules import Outcome
+from gluefl.clients.cohort import Cohort, Outcome, prefetch
 from gluefl.core.federation import Ahead, Federation, State
 from gluefl.core.records import Played, Record, record
 from gluefl.core.sampling import Group
@@ -40,7 +40,7 @@ def play(federation: Federation, state: State) -> tuple[State, Record]:
     ahead = state.ahead if state.ahead and state.ahead.fits(f, state) else None
     shared = ahead.shared if ahead else wire.Shared(f.strategy.mask(state.strategy, round))
     missing = encoded_updates(state, groups, shared, ahead.missing if ahead else {})
-    f.engine.prepare(invited(groups), round)  # while they are encoded
+    prefetch(f.engine, invited(groups), round)  # while they are encoded
     parcels = packages(f, state, groups, missing, round)
     expected = state.up_bytes or expected_upload(f, shared, round)
     trips = trips_of(f, clock_s, {client: parcel.size_bytes for client, parcel in parcels.items()}, expected)
@@ -188,7 +188,7 @@ def train(
 ) -> Iterator[Outcome]:
     """Local training of the used clients, from the model they were sent."""
     frozen = f.strategy.frozen(shared.mask)
-    return f.engine.train(state.weights, state.statistics, cohort(used), round, frozen)
+    return f.engine.train(Cohort(round, cohort(used), state.weights, state.statistics, frozen))
 
 
 def collect(
@@ -312,7 +312,7 @@ def look_ahead(
         then_s, groups = invite(f, guess, round)
         shared = wire.Shared(f.strategy.mask(guess.strategy, round))
         missing = updates(guess, groups, shared)
-        f.engine.prepare(invited(groups), round)
+        prefetch(f.engine, invited(groups), round)
         wire.count_positions([*missing.values()])  # waits for the GPU
         _ = aggregated.update.count  # for the books: later the GPU would answer after the training
         training = {}

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from gluefl.accel.cores import overtaking
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator, Metric, top_1
 from gluefl.clients.residuals import Residuals, room_on
-from gluefl.clients.rules import LocalSGD, Loss
+from gluefl.clients.rules import LocalRule, LocalSGD, Loss
 from gluefl.clients.trainers.choice import choose
 from gluefl.core.federation import Federation, State, start
 from gluefl.core.optimizer import Server
@@ -30,7 +30,6 @@ from gluefl.core.sampling import Pool, Sampler, Uniform
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.fleet import Devices, Instant
 from gluefl.populations import Population
-from gluefl.populations.shelf import Shelf
 from gluefl.randomness import stream
 from gluefl.simulation.channel import Encoded, Measured
 from gluefl.simulation.round import play
@@ -76,7 +75,7 @@ def train(
     rounds: int = 100,
     target: float | None = None,
     seed: int = 1,
-    training: LocalSGD | None = None,
+    training: LocalRule | None = None,
     server: Server | None = None,
     devices: Devices | None = None,
     importance: Literal["uniform", "samples"] = "uniform",
@@ -108,13 +107,14 @@ def train(
     if initial_weights is not None:
         _load_weights(module, initial_weights)
     layout = Layout.of(module)
+    layout = replace(layout, exchanged=sgd.exchanged(layout.size))
     weights, statistics = layout.flatten(module)
     chosen: Sampler = sampler or Uniform(cohort=min(30, population.clients))
     parts = (strategy, chosen, sgd, server or Server(), devices or Instant(), importance)
     description = description or _describe(seed, module, population, *parts)
     run = hashlib.sha256(description.encode()).digest()[:8]
     folder = Path(out) if out is not None else None
-    trainer = choose(options.trainer, module, layout, population, loss, device)
+    trainer = choose(options.trainer, module, layout, population, loss, device, sgd)
     federation = Federation(
         seed=seed,
         run=run,
@@ -125,7 +125,7 @@ def train(
         strategy=strategy,
         server=server or Server(),
         devices=devices or Instant(),
-        engine=LocalEngine(population, trainer, sgd, seed, device, Shelf(room_on(device) // 2)),
+        engine=LocalEngine(population, trainer, sgd, seed, device, room_on(device) // 2),
         channel=Encoded(layout, run) if options.encode else Measured(),
         residuals=Residuals(
             layout.size,

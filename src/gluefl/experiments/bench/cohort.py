@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.trainers.choice import choose
 from gluefl.experiments.bench.workloads import CLIENTS, COHORT, MODELS, SGD, Noisy, bare_round, model
@@ -43,16 +44,16 @@ def gluefl_round(
     module = model(workload).to(where)
     layout = Layout.of(module)
     weights, statistics_ = layout.flatten(module)
-    chosen = choose(trainer, module, layout, population, torch.nn.functional.cross_entropy, where)
+    chosen = choose(trainer, module, layout, population, torch.nn.functional.cross_entropy, where, SGD)
     engine = LocalEngine(population, chosen, SGD, seed=0, device=where)
     number = 0
 
     def play(rng: np.random.Generator) -> None:
         nonlocal weights, number
         number += 1
-        clients = rng.choice(CLIENTS, COHORT, replace=False).tolist()
+        clients = tuple(rng.choice(CLIENTS, COHORT, replace=False).tolist())
         total = torch.zeros_like(weights)
-        for outcome in engine.train(weights, statistics_, clients, number, None):
+        for outcome in engine.train(Cohort(number, clients, weights, statistics_)):
             total.add_(outcome.delta, alpha=1 / COHORT)
         weights = weights + total
 

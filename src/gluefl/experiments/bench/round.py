@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gluefl import models
+from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.residuals import Residuals, room_on
 from gluefl.clients.trainers.choice import choose
@@ -49,7 +50,7 @@ def measure(
 
         def training(rng: np.random.Generator) -> None:
             used = [c for c, fate in zip(*(journal.lines[-1]["clients"][k] for k in ("id", "fate"))) if fate == "used"]
-            for _ in engine.train(state.weights, state.statistics, used, state.round, None):
+            for _ in engine.train(Cohort(state.round, tuple(used), state.weights, state.statistics)):
                 pass
 
         times = alternate({"round": whole, "training": training}, rounds, device, cores)
@@ -75,7 +76,7 @@ def setting(
     population: Population = Noisy()
     module = (models.build(model_name, classes=62, channels=1) if model_name else model("w1")).to(where)
     layout = Layout.of(module)
-    trainer = choose("auto", module, layout, population, torch.nn.functional.cross_entropy, where)
+    trainer = choose("auto", module, layout, population, torch.nn.functional.cross_entropy, where, SGD)
     federation = Federation(
         seed=0,
         run=bytes(8),
