@@ -1,5 +1,6 @@
 """Local rules of one's own: each a small class, run by every trainer as it is, and compared with a plain loop."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from gluefl.clients.engine import LocalEngine
 from gluefl.clients.rules import Context, Final, Rule, Schedule, TorchOptimizer
 from gluefl.clients.trainers.choice import choose
 from gluefl.clients.trainers.dense import Dense
+from gluefl.clients.trainers.layers import ManyClients
 from gluefl.clients.trainers.loop import Loop
 from gluefl.clients.trainers.stacked import Stacked
 from gluefl.clients.trainers.workers import Workers
@@ -208,6 +210,23 @@ def test_every_trainer_runs_every_rule_as_the_loop_does(name, uneven, frozen, tr
             torch.testing.assert_close(b.memory, a.memory, **FLOAT64)
         if frozen:
             assert not b.delta[given.cohort.frozen].any()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_layers_for_many_clients_run_every_rule(name) -> None:
+    """They keep weights in another order, with gaps: a rule must see neither."""
+    rule = RULES[name]
+    given = setting(rule, uneven=True, frozen=True, module=mlp())
+    expected = given.train(Loop, rule)
+    stacked = Stacked(given.module, given.layout, lambda x: x, cross_entropy)
+    stacked.layers = ManyClients.of(given.module, given.layout)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trained = list(stacked.train(given.cohort, given.jobs, rule))
+    assert stacked.layers is not None
+    for a, b in zip(expected, trained, strict=True):
+        torch.testing.assert_close(b.delta, a.delta, **FLOAT64)
+        torch.testing.assert_close(b.statistics, a.statistics, **FLOAT64)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
