@@ -1,5 +1,7 @@
 """Chains of Linear and ReLU for several clients: which modules are chains, and both passes over one."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -37,33 +39,27 @@ def _chain(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     return layers
 
 
+@dataclass(frozen=True)
 class Chain:
     """The weights and velocities of several clients, one tensor (clients, …) per tensor of the module.
 
-    Every tensor is contiguous, which batched products need to be one call instead of one per client. A thread uses the
-    same memory for all of its chunks: fresh memory costs a page fault per 4 KiB.
+    Every tensor is contiguous: a batched product is then one call of the library instead of one per client.
     """
 
-    def __init__(self, layers: list[tuple[str, nn.Module]], layout: Layout, clients: int) -> None:
-        self.layers = layers
-        self.weights = {part.name: torch.empty(clients, *part.shape, dtype=part.dtype) for part in layout.weights}
-        self.velocity = {name: torch.empty_like(weight) for name, weight in self.weights.items()}
-        self._samples = torch.empty(0)
+    layers: list[tuple[str, nn.Module]]
+    weights: dict[str, Tensor]
+    velocity: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module, layout: Layout, clients: int) -> "Chain":
+        """Memory for a module that is a chain."""
+        weights = {part.name: torch.empty(clients, *part.shape, dtype=layout.dtype) for part in layout.weights}
+        return cls(dense_layers(module) or [], weights, {name: torch.empty_like(w) for name, w in weights.items()})
 
     def first(self, clients: int) -> "Chain":
         """The same memory for fewer clients."""
-        chain = Chain.__new__(Chain)
-        chain.layers = self.layers
-        chain.weights = {name: weight[:clients] for name, weight in self.weights.items()}
-        chain.velocity = {name: velocity[:clients] for name, velocity in self.velocity.items()}
-        return chain
-
-    def room_for(self, like: Tensor, count: int) -> Tensor:
-        """Memory for `count` samples, valid until the next call."""
-        room = self._samples
-        if room.dtype != like.dtype or room.shape[1:] != like.shape[1:] or len(room) < count:
-            self._samples = room = like.new_empty(count, *like.shape[1:])
-        return room[:count]
+        weights, velocity = ({k: v[:clients] for k, v in d.items()} for d in (self.weights, self.velocity))
+        return Chain(self.layers, weights, velocity)
 
     def begin(self, start: dict[str, Tensor]) -> None:
         """All clients start from the same weights, at rest."""
