@@ -41,7 +41,7 @@ def test_sizes_agree_with_the_samples() -> None:
 def test_sizes_are_cheap_and_spread_around_the_median() -> None:
     many = Glyphs(clients=100_000)
     sizes = np.array([many.size(i) for i in range(0, 100_000, 10)])
-    assert not many.shelf.held  # no picture was made
+    assert not many.cache  # no picture was made
     assert sizes.min() == FEWEST
     assert 76 <= np.median(sizes) <= 84
     assert np.quantile(sizes, 0.9) > 2 * np.median(sizes)
@@ -98,14 +98,14 @@ def test_every_font_has_62_distinct_characters() -> None:
         assert torch.pdist(font.flatten(1)).min() > 1  # I and l of a sans-serif come close
 
 
-def test_the_shelf_is_bounded_and_travels_empty() -> None:
+def test_the_cache_is_bounded_and_travels_empty() -> None:
     population = Glyphs(clients=300, cache_mb=1)
     for i in range(40):
         population.train(i)
-    assert 0 < population.shelf.bytes <= 2**20
+    assert 0 < population.cache.currsize <= 2**20
     message = pickle.dumps(population)
     copy = pickle.loads(message)
-    assert copy == population and not copy.shelf.held and len(message) < 1000
+    assert copy == population and not copy.cache and len(message) < 1000
     assert torch.equal(copy.train(3).inputs, population.train(3).inputs)
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gluefl.clients.rules import Job, LocalSGD
+from gluefl.clients.cohort import Cohort, Job
+from gluefl.clients.rules import LocalSGD
 from gluefl.clients.trainers.layers import ManyClients
 from gluefl.clients.trainers.loop import Loop
 from gluefl.clients.trainers.stacked import Stacked
@@ -23,7 +24,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SGD = LocalSGD(steps=2, batch=4, momentum=0.9, weight_decay=1e-3, proximal=0.1)
+SGD = LocalSGD(steps=2, batch=4, lr=0.1, momentum=0.9, weight_decay=1e-3, proximal=0.1)
 
 
 class Forward(nn.Module):
@@ -122,10 +123,10 @@ def train(make: Callable[[], nn.Module], clients: int) -> Stacked:
         inputs, labels = rng.standard_normal((9 + client, 1, 8, 8)), rng.integers(5, size=9 + client)
         samples = Samples(torch.from_numpy(inputs).to(DEVICE), torch.from_numpy(labels).to(DEVICE))
         jobs.append(Job(client, samples, SGD.batches(rng, 9 + client)))
-    arguments = (*layout.flatten(module), jobs, SGD, 0.1, None)
+    arguments = Cohort(1, tuple(range(clients)), *layout.flatten(module)), jobs, SGD
     expected = list(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments))
     stacked = Stacked(module, layout, lambda x: x, cross_entropy)
-    stacked._many = ManyClients.of(module.train(), layout)
+    stacked.layers = ManyClients.of(module.train(), layout)
     for a, b in zip(expected, stacked.train(*arguments)):
         assert torch.linalg.norm(a.delta - b.delta) <= 1e-9 * torch.linalg.norm(a.delta)
         torch.testing.assert_close(a.statistics, b.statistics, rtol=1e-9, atol=1e-12)
@@ -138,14 +139,14 @@ def train(make: Callable[[], nn.Module], clients: int) -> Stacked:
 def test_layers_compute_what_the_loop_computes(name, clients) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert train(TAKEN[name], clients)._many is not None
+        assert train(TAKEN[name], clients).layers is not None
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("clients", [1, 3])
 @pytest.mark.parametrize("name", LEFT)
 def test_what_layers_cannot_compute_is_left_to_vmap(name, clients) -> None:
-    assert train(LEFT[name], clients)._many is None
+    assert train(LEFT[name], clients).layers is None
 
 
 def test_a_result_does_not_depend_on_who_else_is_in_the_stack() -> None:
@@ -157,10 +158,11 @@ def test_a_result_does_not_depend_on_who_else_is_in_the_stack() -> None:
                       torch.from_numpy(rng.integers(5, size=9)).to(DEVICE))  # fmt: skip
     jobs = [Job(client, samples, SGD.batches(rng, 9)) for client in range(3)]
 
-    def deltas(some) -> list[torch.Tensor]:
+    def deltas(jobs) -> list[torch.Tensor]:
         stacked = Stacked(module, layout, lambda x: x, cross_entropy)
-        stacked._many = ManyClients.of(module.train(), layout)
-        return [outcome.delta for outcome in stacked.train(*layout.flatten(module), some, SGD, 0.1, None)]
+        stacked.layers = ManyClients.of(module.train(), layout)
+        cohort = Cohort(1, tuple(job.client for job in jobs), *layout.flatten(module))
+        return [outcome.delta for outcome in stacked.train(cohort, jobs, SGD)]
 
     together, alone = deltas(jobs), [deltas([job])[0] for job in jobs]
     for a, b in zip(together, alone):

@@ -1,6 +1,7 @@
 """A module as two flat vectors and back, exactly; what cannot be held exactly is refused."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,14 +98,38 @@ def test_a_tied_parameter_is_there_once() -> None:
     assert torch.equal(named["head.bias"], torch.arange(15.0, 20.0))
 
 
-def test_frozen_parameters_and_integer_tables_never_travel() -> None:
+def test_frozen_parameters_and_tables_never_travel() -> None:
     module = WithTables()
     layout, before = Layout.of(module), states(module)
-    assert [p.name for p in layout.weights] == ["learnt"] and [p.name for p in layout.statistics] == ["scale"]
-    named = layout.state_dict(module, torch.zeros(4), torch.zeros(2))
-    assert named.keys() == before.keys()
-    assert torch.equal(named["frozen"], before["frozen"]) and torch.equal(named["index"], before["index"])
-    assert not named["learnt"].any() and not named["scale"].any()
+    assert [p.name for p in layout.weights] == ["learnt"] and not layout.statistics
+    named = layout.state_dict(module, torch.zeros(4), torch.zeros(0))
+    assert named.keys() == before.keys() and not named["learnt"].any()
+    assert all(torch.equal(named[name], before[name]) for name in ("frozen", "index", "scale"))
+
+
+def test_buffers_that_a_module_declares_travel() -> None:
+    inner = WithTables()
+    inner.tracked_buffers = ("scale",)
+    module = nn.ModuleDict({"norm": nn.BatchNorm1d(2), "inner": inner})
+    assert [p.name for p in Layout.of(module).statistics][-1] == "inner.scale"
+    assert Layout.of(module).statistics_size == 5 + 2
+    named = Layout.of(module).state_dict(module, torch.zeros(8), torch.ones(7))
+    assert torch.equal(named["inner.scale"], torch.ones(2))
+    inner.tracked_buffers = ("scales",)
+    with pytest.raises(UsageError, match=r"'inner\.scales'.*no such buffer"):
+        Layout.of(module)
+
+
+def test_what_a_rule_exchanges_lies_after_the_statistics_and_belongs_to_no_tensor() -> None:
+    module = normalised()
+    plain = Layout.of(module)
+    layout = replace(plain, exchanged=3)
+    assert (layout.tracked_size, layout.statistics_size) == (7, 10) and layout.fingerprint != plain.fingerprint
+    weights, statistics = layout.flatten(module)
+    assert torch.equal(statistics[:7], plain.flatten(module)[1]) and not statistics[7:].any()
+    before = states(module)
+    layout.fill(module, weights, torch.cat([statistics[:7], torch.ones(3)]))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
 def test_a_saved_state_loads_into_a_fresh_module_and_is_a_copy() -> None:

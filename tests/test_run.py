@@ -19,9 +19,11 @@ from torch import nn
 
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform
 from gluefl.accel.cores import overtaking, started
-from gluefl.clients import residuals
+from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator
+from gluefl.clients.residuals import Residuals
+from gluefl.clients.residuals import file as record_file
 from gluefl.clients.rules import LocalSGD
 from gluefl.clients.trainers.loop import Loop
 from gluefl.core.federation import Ahead
@@ -108,9 +110,9 @@ class Backwards:
     inner: Loop
     outcomes: list
 
-    def train(self, weights, statistics, jobs, *settings):
+    def train(self, cohort, jobs, rule):
         self.outcomes.append([])
-        for outcome in self.inner.train(weights, statistics, jobs[::-1], *settings):
+        for outcome in self.inner.train(cohort, jobs[::-1], rule):
             self.outcomes[-1].append(outcome)
             yield outcome
 
@@ -149,7 +151,8 @@ def test_batches_depend_on_seed_round_and_client_alone() -> None:
     def deltas(seed, round, clients) -> dict[int, torch.Tensor]:
         trainer = Loop(module, layout, population.transform, nn.functional.cross_entropy)
         engine = LocalEngine(population, trainer, LocalSGD(steps=1, batch=4), seed)
-        return {o.client: o.delta for o in engine.train(*layout.flatten(mlp()), clients, round, None)}
+        cohort = Cohort(round, tuple(clients), *layout.flatten(mlp()))
+        return {o.client: o.delta for o in engine.train(cohort)}
 
     first, same = deltas(1, 1, [3, 8]), deltas(1, 1, [8, 5, 3])
     assert all(torch.equal(first[client], same[client]) for client in (3, 8))
@@ -219,13 +222,13 @@ def test_a_crashed_run_and_a_resumed_one_give_the_same_run(name, encode, undistu
 
 
 def test_a_crashed_run_writes_no_more(tmp_path, monkeypatch) -> None:
-    write = residuals._write
+    write = record_file.write_record
 
     def slowly(*arguments) -> None:
         time.sleep(0.05)
         write(*arguments)
 
-    monkeypatch.setattr(residuals, "_write", slowly)
+    monkeypatch.setattr(record_file, "write_record", slowly)
     with pytest.raises(Crash):
         small_run(out=tmp_path / "run", callbacks=[crash])
     (file,) = (tmp_path / "run" / "checkpoint").glob("residuals-*.bin")
@@ -429,7 +432,7 @@ def test_to_look_ahead_on_a_gpu_changes_nothing(name, trainer, tmp_path, monkeyp
 def test_evaluations_and_checkpoints_go_past_what_a_gpu_is_busy_with(tmp_path) -> None:
     device, module = torch.device("cuda"), mlp(norm=True).cuda()
     evaluator = Evaluator(module, Layout.of(module), Blobs(), nn.functional.cross_entropy, device=device)
-    store = residuals.Residuals(180, tmp_path, device_bytes=10**6)
+    store = Residuals(180, tmp_path, device_bytes=10**6)
     vectors = evaluator.layout.flatten(module)
     for busy in (False, True):
         store[1] = torch.ones(180, device=device)

@@ -6,9 +6,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from gluefl import models
-from gluefl.clients.rules import Job, LocalSGD
+from gluefl.clients.cohort import Cohort, Job
+from gluefl.clients.rules import LocalSGD
+from gluefl.clients.trainers.chain import dense_layers
 from gluefl.clients.trainers.choice import choose
-from gluefl.clients.trainers.dense import Dense, dense_layers
+from gluefl.clients.trainers.dense import Dense
 from gluefl.clients.trainers.loop import Loop
 from gluefl.clients.trainers.stacked import Stacked
 from gluefl.clients.trainers.workers import Workers
@@ -42,6 +44,11 @@ def jobs(sgd: LocalSGD, side: int, dtype: torch.dtype, device: torch.device, une
     return made
 
 
+def arguments_of(layout: Layout, module: torch.nn.Module, work: list[Job], rule: LocalSGD) -> tuple:
+    """What a trainer is given: a cohort, its jobs and the rule."""
+    return Cohort(1, tuple(job.client for job in work), *layout.flatten(module)), work, rule
+
+
 def assert_like_the_loop(
     trainer_of, name: str, dtype: torch.dtype, device: torch.device, sgd: LocalSGD, frozen: bool, uneven: bool
 ):
@@ -54,10 +61,11 @@ def assert_like_the_loop(
     weights, statistics = layout.flatten(module)
     mask = torch.arange(layout.size, device=device) % 3 == 0 if frozen else None
     work = jobs(sgd, side, dtype, device, uneven)
-    expected = {o.client: o for o in Loop(module, layout, lambda x: x, cross_entropy).train(
-        weights, statistics, work, sgd, 0.01, mask)}  # fmt: skip
+    cohort = Cohort(1, (0, 1, 2), weights, statistics, mask)
+    reference = Loop(module, layout, lambda x: x, cross_entropy)
+    expected = {o.client: o for o in reference.train(cohort, work, sgd)}
     trainer = trainer_of(module, layout, lambda x: x, cross_entropy)
-    found = {o.client: o for o in trainer.train(weights, statistics, work, sgd, 0.01, mask)}
+    found = {o.client: o for o in trainer.train(cohort, work, sgd)}
     assert found.keys() == expected.keys()
     for client, outcome in expected.items():
         limit = DEEP_FLOAT32 if name not in SHALLOW and dtype == torch.float32 else TOLERANCE[dtype]
@@ -105,11 +113,11 @@ def test_float32_itself_is_no_better():
         torch.manual_seed(0)
         module = models.build("mobilenet_v2", classes=10, channels=1)
     layout = Layout.of(module)
-    arguments = (*layout.flatten(module), jobs(STEPS[torch.float32], 64, torch.float32, CPU, False))
     sgd = STEPS[torch.float32]
-    plain = list(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments, sgd, 0.01, None))
+    arguments = arguments_of(layout, module, jobs(sgd, 64, torch.float32, CPU, False), sgd)
+    plain = list(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments))
     module = module.to(memory_format=torch.channels_last)
-    last = list(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments, sgd, 0.01, None))
+    last = list(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments))
     errors = [float((a.delta - b.delta).norm() / a.delta.norm()) for a, b in zip(plain, last)]
     assert 1e-3 < max(errors) < DEEP_FLOAT32
 
@@ -140,7 +148,7 @@ def test_a_stack_trains_all_parts_whether_somebody_evaluated_or_not():
     layout = Layout.of(module, torch.float64)
     work = jobs(PLAIN, 28, torch.float64, CPU, uneven=False)
     stacked = Stacked(module, layout, lambda x: x, cross_entropy)
-    arguments = (*layout.flatten(module), work, PLAIN, 0.01, None)
+    arguments = arguments_of(layout, module, work, PLAIN)
     before = list(stacked.train(*arguments))
     module.eval()
     for a, b in zip(before, stacked.train(*arguments)):
@@ -154,7 +162,7 @@ def test_dense_takes_any_loss():
     module = models.build("mlp", classes=10, channels=1).double()
     layout = Layout.of(module, torch.float64)
     work = jobs(PLAIN, 28, torch.float64, CPU, uneven=False)
-    arguments = (*layout.flatten(module), work, PLAIN, 0.01, None)
+    arguments = arguments_of(layout, module, work, PLAIN)
     loop = list(Loop(module, layout, lambda x: x, squares).train(*arguments))
     dense = list(Dense(module, layout, lambda x: x, squares).train(*arguments))
     for a, b in zip(loop, dense):
@@ -167,7 +175,7 @@ def test_dense_takes_any_loss():
 )
 def test_the_choice_on_a_cpu(name, trainer):
     module = models.build(name, classes=10, channels=1)
-    assert type(choose("auto", module, Layout.of(module), Population, cross_entropy, CPU)) is trainer
+    assert type(choose("auto", module, Layout.of(module), Population, cross_entropy, CPU, PLAIN)) is trainer
 
 
 class Population:
@@ -202,10 +210,10 @@ class Between(torch.nn.Module):
 )
 def test_whatever_draws_random_numbers_is_trained_by_the_loop(module):
     before = torch.random.get_rng_state()
-    assert type(choose("auto", module, Layout.of(module), Population, cross_entropy, CPU)) is Loop
+    assert type(choose("auto", module, Layout.of(module), Population, cross_entropy, CPU, PLAIN)) is Loop
     assert torch.equal(torch.random.get_rng_state(), before)
     quiet = Between(torch.nn.LSTM(8, 8, batch_first=True))
-    assert type(choose("auto", quiet, Layout.of(quiet), Population, cross_entropy, CPU)) is Workers
+    assert type(choose("auto", quiet, Layout.of(quiet), Population, cross_entropy, CPU, PLAIN)) is Workers
 
 
 def with_a_relu_twice():
@@ -277,9 +285,9 @@ def test_the_chosen_trainer_gives_what_the_loop_gives_for_modules_with_a_catch(m
         torch.manual_seed(0)
         module = module_of().double()
     layout = Layout.of(module, torch.float64)
-    chosen = choose("auto", module, layout, Population, cross_entropy, CPU)
+    chosen = choose("auto", module, layout, Population, cross_entropy, CPU, PLAIN)
     assert type(chosen) is trainer
-    arguments = (*layout.flatten(module), jobs(PLAIN, 28, torch.float64, CPU, uneven=False), PLAIN, 0.01, None)
+    arguments = arguments_of(layout, module, jobs(PLAIN, 28, torch.float64, CPU, uneven=False), PLAIN)
     expected = list(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments))
     for a, b in zip(expected, sorted(chosen.train(*arguments), key=lambda outcome: outcome.client)):
         assert a.delta.any()
@@ -294,10 +302,10 @@ class Vectors(Population):
 def test_a_single_layer_is_a_model_too():
     module = torch.nn.Linear(5, 10)
     layout = Layout.of(module)
-    trainer = choose("auto", module, layout, Vectors, cross_entropy, CPU)
+    trainer = choose("auto", module, layout, Vectors, cross_entropy, CPU, PLAIN)
     rng = np.random.default_rng(0)
     samples = Samples(torch.from_numpy(rng.standard_normal((20, 5), np.float32)), torch.arange(20) % 10)
-    arguments = (*layout.flatten(module), [Job(0, samples, PLAIN.batches(rng, 20))], PLAIN, 0.01, None)
+    arguments = arguments_of(layout, module, [Job(0, samples, PLAIN.batches(rng, 20))], PLAIN)
     expected, found = (
         next(iter(some.train(*arguments))) for some in (Loop(module, layout, lambda x: x, cross_entropy), trainer)
     )
@@ -308,23 +316,23 @@ def test_one_sample_is_enough_to_see_that_a_model_is_random():
     module = torch.nn.Sequential(
         torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.RReLU(), torch.nn.Linear(8, 10)
     )
-    assert type(choose("auto", module, Layout.of(module), Vectors, cross_entropy, CPU)) is Loop
+    assert type(choose("auto", module, Layout.of(module), Vectors, cross_entropy, CPU, PLAIN)) is Loop
 
 
 def test_dropout_is_trained_by_the_loop_and_depends_on_the_job_alone():
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 8), torch.nn.Dropout(0.5),
                                  torch.nn.Linear(8, 10))  # fmt: skip
     layout = Layout.of(module)
-    trainer = choose("auto", module, layout, Population, cross_entropy, CPU)
+    trainer = choose("auto", module, layout, Population, cross_entropy, CPU, PLAIN)
     assert type(trainer) is Loop
     for name in ("workers", "stacked", "dense"):
         with pytest.raises(UsageError):
-            choose(name, module, layout, Population, cross_entropy, CPU)
+            choose(name, module, layout, Population, cross_entropy, CPU, PLAIN)
     work = jobs(PLAIN, 28, torch.float32, CPU, uneven=False)
-    weights, statistics = layout.flatten(module)
+    cohort = Cohort(1, (0, 1, 2), *layout.flatten(module))
 
     def deltas(order):
-        found = trainer.train(weights, statistics, order, PLAIN, 0.01, None)
+        found = trainer.train(cohort, order, PLAIN)
         return {outcome.client: outcome.delta for outcome in found}
 
     state = torch.random.get_rng_state()
@@ -347,10 +355,8 @@ def test_layers_for_many_clients_are_used_and_captured(name):
     layout = Layout.of(module)
     trainer = Stacked(module, layout, lambda x: x, cross_entropy)
     work = jobs(STEPS[torch.float32], 28 if name in SHALLOW else 32, torch.float32, CUDA, False)
-    first, second = (
-        list(trainer.train(*layout.flatten(module), work, STEPS[torch.float32], 0.01, None)) for _ in range(2)
-    )
-    assert trainer._many is not None and all(stack.graph is not None for stack in trainer._stacks.values())
+    first, second = (list(trainer.train(*arguments_of(layout, module, work, STEPS[torch.float32]))) for _ in range(2))
+    assert trainer.layers is not None and all(stack.graph is not None for stack in trainer.stacks.values())
     assert all(torch.equal(a.delta, b.delta) for a, b in zip(first, second)), "two rounds alike, two results"
 
 
@@ -358,7 +364,7 @@ def test_layers_for_many_clients_are_used_and_captured(name):
 def test_a_training_that_was_begun_goes_on_after_somebody_evaluated(trainer_of):
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 12), torch.nn.BatchNorm1d(12)).double()
     layout = Layout.of(module, torch.float64)
-    arguments = (*layout.flatten(module), jobs(PLAIN, 28, torch.float64, CPU, uneven=False), PLAIN, 0.01, None)
+    arguments = arguments_of(layout, module, jobs(PLAIN, 28, torch.float64, CPU, uneven=False), PLAIN)
     expected = list(trainer_of(module, layout, lambda x: x, cross_entropy).train(*arguments))
     trainer = trainer_of(module, layout, lambda x: x, cross_entropy)
     if trainer_of is Stacked:
@@ -388,7 +394,7 @@ def test_a_module_that_mixes_its_samples_is_trained_by_vmap():
     module = Odd().cuda().double()
     layout = Layout.of(module, torch.float64)
     work = jobs(PLAIN, 28, torch.float64, CUDA, uneven=False)
-    arguments = (*layout.flatten(module), work, PLAIN, 0.01, None)
+    arguments = arguments_of(layout, module, work, PLAIN)
     trainer = Stacked(module, layout, lambda x: x, cross_entropy)
     with pytest.warns(UserWarning, match="trained by vmap"):
         found = list(trainer.train(*arguments))
@@ -407,10 +413,10 @@ def test_every_kind_of_layer_for_many_clients():
     ).cuda().double()  # fmt: skip
     layout = Layout.of(module, torch.float64)
     work = jobs(FULL, 28, torch.float64, CUDA, uneven=True)
-    arguments = (*layout.flatten(module), work, FULL, 0.01, None)
+    arguments = arguments_of(layout, module, work, FULL)
     trainer = Stacked(module, layout, lambda x: x, cross_entropy)
     found = list(trainer.train(*arguments))
-    assert trainer._many is not None
+    assert trainer.layers is not None
     for a, b in zip(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments), found):
         assert torch.linalg.norm(a.delta - b.delta) <= 1e-9 * torch.linalg.norm(a.delta)
         torch.testing.assert_close(a.statistics, b.statistics, rtol=1e-9, atol=1e-12)
@@ -431,7 +437,7 @@ class Viewing(torch.nn.Module):
 def test_workers_train_a_model_that_needs_its_channels_first():
     module = Viewing().double()
     layout = Layout.of(module, torch.float64)
-    arguments = (*layout.flatten(module), jobs(PLAIN, 28, torch.float64, CPU, uneven=False), PLAIN, 0.01, None)
+    arguments = arguments_of(layout, module, jobs(PLAIN, 28, torch.float64, CPU, uneven=False), PLAIN)
     workers = Workers(module, layout, lambda x: x, cross_entropy)
     for a, b in zip(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments), workers.train(*arguments)):
         torch.testing.assert_close(a.delta, b.delta, rtol=1e-9, atol=1e-15)

@@ -1,19 +1,19 @@
 """Training on this machine: on its CPU cores or on one GPU."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
+from cachetools import LRUCache
 
 from gluefl.accel.streams import moved
 from gluefl.accel.threads import submit
-from gluefl.clients.cohort import Cohort
-from gluefl.clients.rules import Job, LocalSGD, Outcome, Trainer
+from gluefl.clients.cohort import Cohort, Job, Outcome, Trainer
+from gluefl.clients.rules import LocalRule
 from gluefl.errors import DataError
 from gluefl.populations import Population, Samples
-from gluefl.populations.shelf import Shelf
 from gluefl.randomness import stream
 
 CPU = torch.device("cpu")
@@ -21,56 +21,67 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """Looks up the data of a cohort, draws its batches and hands both to a trainer."""
+    """Looks up the data of a cohort, draws its batches and hands both to a trainer.
+
+    On a GPU it keeps the data of the clients it used last, up to `cache_bytes`.
+    """
 
     population: Population
     trainer: Trainer
-    sgd: LocalSGD
+    rule: LocalRule
     seed: int
     device: torch.device = CPU
-    near: Shelf = field(default_factory=lambda: Shelf(10**9))  # GPU only: data stays there, up to so many bytes
-    ready: dict[tuple[int, int], Job] = field(default_factory=dict, compare=False)  # by round and client
+    cache_bytes: int = 10**9
+    prepared: dict[tuple[int, int], Job] = field(default_factory=dict, init=False, compare=False)  # round and client
+    cache: LRUCache[int, Samples] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache", LRUCache(self.cache_bytes, getsizeof=lambda samples: samples.nbytes))
 
     def prepare(self, clients: Iterable[int], round: int) -> None:
-        """On a GPU: fetch their data, if it can be kept for another time, and draw their batches."""
+        """On a GPU: fetch the data of likely clients, as long as the cache is not half full, and draw their batches."""
         if self.device.type == "cpu":
             return
-        room = 2 * self.near.bytes < self.near.limit
-        some = [c for c in clients if (round, c) not in self.ready and (room or c in self.near)]
+        has_room = 2 * self.cache.currsize < self.cache.maxsize
+        missing = [c for c in clients if (round, c) not in self.prepared and (has_room or c in self.cache)]
         try:
-            found = self._samples(some)
-        except Exception:  # what is wrong with a client's data is said if it trains
+            samples = self._samples(missing)
+        except Exception:  # a client's data may be damaged: `train` raises this again if the client trains
             return
-        self.ready.update({(round, c): self._job(c, round, samples) for c, samples in found.items() if len(samples)})
+        self.prepared.update({(round, c): self._job(c, round, own) for c, own in samples.items() if len(own)})
 
     def train(self, cohort: Cohort) -> Iterator[Outcome]:
         """One outcome per client."""
-        round, clients = cohort.round, cohort.clients
-        weights, statistics, frozen = cohort.weights, cohort.statistics, cohort.frozen
-        ready = {client: self.ready[round, client] for client in clients if (round, client) in self.ready}
-        for key in [key for key in self.ready if key[0] < round]:  # of this one other clients may be trained yet
-            del self.ready[key]
-        samples = self._samples([client for client in clients if client not in ready])
-        jobs = [ready.get(client) or self._job(client, round, samples[client]) for client in clients]
-        yield from self.trainer.train(weights, statistics, jobs, self.sgd, self.sgd.rate(round), frozen)
+        round = cohort.round
+        for key in [key for key in self.prepared if key[0] < round]:
+            del self.prepared[key]
+        # Prepared jobs stay until the next round: the same round may be trained again with other clients.
+        jobs = {client: self.prepared[round, client] for client in cohort.clients if (round, client) in self.prepared}
+        samples = self._samples([client for client in cohort.clients if client not in jobs])
+        jobs |= {client: self._job(client, round, own) for client, own in samples.items()}
+        yield from self.trainer.train(cohort, [jobs[client] for client in cohort.clients], self.rule)
 
     def work(self, client: int) -> int:
-        """Samples that pass through the model: steps times batch."""
-        return self.sgd.steps_for(self.population.size(client)) * self.sgd.batch
+        """Steps times batch."""
+        return self.rule.steps_for(self.population.size(client)) * self.rule.batch
 
     def _samples(self, clients: Sequence[int]) -> dict[int, Samples]:
-        """What the clients train on. Off the CPU it is brought there, made on all cores, and kept for the next time."""
+        """The clients' samples. For a GPU, missing ones are produced on all cores, then copied and cached."""
         if self.device.type == "cpu":
             return {client: self.population.train(client) for client in clients}
-        new = {client: submit(self.population.train, client) for client in clients if client not in self.near}
-        return {client: self.near.get(client, partial(self._moved, new, client)) for client in clients}
+        cached = {client: self.cache[client] for client in clients if client in self.cache}
+        futures = {client: submit(self.population.train, client) for client in clients if client not in cached}
+        return cached | {client: self._moved(client, future) for client, future in futures.items()}
 
-    def _moved(self, new: Mapping[int, "Future[Samples]"], client: int) -> Samples:
-        samples = new[client].result() if client in new else self.population.train(client)
-        return Samples(*(moved(values, self.device) for values in (samples.inputs, samples.labels)))
+    def _moved(self, client: int, future: "Future[Samples]") -> Samples:
+        samples = future.result()
+        near = Samples(*(moved(values, self.device) for values in (samples.inputs, samples.labels)))
+        with suppress(ValueError):  # larger than the cache
+            self.cache[client] = near
+        return near
 
     def _job(self, client: int, round: int, samples: Samples) -> Job:
         if not len(samples):
             raise DataError(f"client {client} has no samples to train on: leave it out of the population.")
         rng = stream(self.seed, "batches", round, client)
-        return Job(client, samples, self.sgd.batches(rng, len(samples)), seed=int(rng.integers(2**31)))
+        return Job(client, samples, self.rule.batches(rng, len(samples)), seed=int(rng.integers(2**31)))

@@ -1,4 +1,4 @@
-"""How good the global model is: loss and accuracy on the test samples."""
+"""Evaluation of the global model: loss and accuracy on the test samples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ METRICS: dict[str, Metric] = {"top1": top_1, "top5": top_5}
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation found."""
+    """The quality of a model."""
 
     accuracy: float
     loss: float
@@ -58,7 +58,7 @@ class Evaluator:
         return self._evaluate(self._test)
 
     def clients(self, weights: Tensor, statistics: Tensor, clients: Sequence[int]) -> list[float]:
-        """The accuracy on each of these clients' own samples: who is left behind."""
+        """The accuracy on the own samples of each of these clients."""
         self._load(weights, statistics)
         return [self._evaluate(self._moved(self.population.train(client))).accuracy for client in clients]
 

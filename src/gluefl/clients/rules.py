@@ -1,35 +1,113 @@
-"""Local SGD for a whole cohort. `loop` is the reference; every other trainer gives the same deltas."""
+"""Local rules: how a client moves its weights in a round.
+
+A rule is three plain functions on flat tensors, `init`, `step` and `final`, and a schedule of batches and learning
+rates. The reference trainer (`trainers/loop.py`) and `torch.func.vmap` (`trainers/stacked.py`) run any rule as it is;
+other trainers have faster forms of some rules and agree with the reference.
+
+A rule of one's own inherits the schedule's fields and adds the three functions:
+
+>>> @dataclass(frozen=True)
+... class SignSGD(Schedule):
+...     def init(self, context):
+...         return ()
+...     def step(self, state, weights, gradient, context):
+...         return state, weights - context.lr * gradient.sign()
+...     def final(self, state, weights, context):
+...         return Final(weights - context.start)
+"""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gluefl.parameters import Count, Decay, NonNegative, Positive, Share, checked
-from gluefl.populations import Samples
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) → mean loss of the batch
 
 
+@dataclass(frozen=True)
+class Context:
+    """What a rule knows about a client's round. All vectors are flat."""
+
+    start: Tensor  # the weights of the round
+    lr: float  # the learning rate of the round
+    round: int
+    frozen: Tensor | None = None  # coordinates that must not move; the trainer holds them, see `advance`
+    memory: Tensor | None = None  # what this client kept at its last participation, zeros before the first
+    received: Tensor | None = None  # the second vector, as the server holds it
+
+
+@dataclass(frozen=True)
+class Final:
+    """The result of a client's round."""
+
+    delta: Tensor
+    memory: Tensor | None = None  # kept by this client until its next participation
+    sent: Tensor | None = None  # the second vector; the server averages it over the cohort
+
+
+class Rule(Protocol):
+    """A local rule on flat tensors. Its functions are pure: they return new tensors and change none.
+
+    The state is a tensor or a (nested) tuple of tensors, `()` if there is none, so that `torch.func.vmap` maps over
+    it: `step` must neither convert tensors to numbers nor branch on their values.
+    """
+
+    @property
+    def batch(self) -> int:
+        """Samples of one step."""
+        ...
+
+    def rate(self, round: int) -> float:
+        """The learning rate of a round."""
+        ...
+
+    def steps_for(self, samples: int) -> int:
+        """The number of steps of a client with this many samples."""
+        ...
+
+    def batches(self, rng: np.random.Generator, samples: int) -> Tensor:
+        """Indices of samples, (steps, batch)."""
+        ...
+
+    def kept(self, size: int) -> int:
+        """The length of the vector that a client keeps between its rounds, for a model of `size` weights."""
+        ...
+
+    def exchanged(self, size: int) -> int:
+        """The length of the second vector that travels both ways beside a model of `size` weights."""
+        ...
+
+    def init(self, context: Context) -> Any:
+        """The state before the first step."""
+        ...
+
+    def step(self, state: Any, weights: Tensor, gradient: Tensor, context: Context) -> tuple[Any, Tensor]:
+        """The state and the weights after a step."""
+        ...
+
+    def final(self, state: Any, weights: Tensor, context: Context) -> Final:
+        """What the client sends and keeps after its last step."""
+        ...
+
+
 @checked
 @dataclass(frozen=True)
-class LocalSGD:
-    """How a client trains: SGD with a momentum that starts fresh every round, for some steps or epochs."""
+class Schedule:
+    """The batches and learning rates of a rule. By default a rule keeps nothing and exchanges no second vector."""
 
     steps: Count | None = None  # E; 10 where neither steps nor epochs is given
     epochs: Positive | None = None  # passes over the client's samples, instead of steps
     batch: Count = 20
     lr: Positive = 0.01  # γ
-    momentum: Decay = 0.9
-    weight_decay: NonNegative = 0.0
-    proximal: NonNegative = 0.0  # FedProx's μ
-    lr_decay: Share = 0.98
-    lr_decay_every: Count = 10
-    lr_min: NonNegative = 0.0
+    lr_decay: Share = field(default=0.98, kw_only=True)
+    lr_decay_every: Count = field(default=10, kw_only=True)
+    lr_min: NonNegative = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
@@ -45,7 +123,7 @@ class LocalSGD:
         return max(self.lr_min, self.lr * self.lr_decay ** ((round - 1) // self.lr_decay_every))
 
     def steps_for(self, samples: int) -> int:
-        """How many batches a client with this many samples trains on."""
+        """The number of steps of a client with this many samples."""
         if self.steps is not None:
             return self.steps
         return max(1, math.ceil((self.epochs or 1) * samples / self.batch))
@@ -58,39 +136,57 @@ class LocalSGD:
         order = np.concatenate([rng.permutation(samples) for _ in range(passes)])
         return torch.from_numpy(order[: steps * self.batch].reshape(steps, self.batch))
 
+    def kept(self, size: int) -> int:
+        """Nothing."""
+        return 0
 
+    def exchanged(self, size: int) -> int:
+        """Nothing."""
+        return 0
+
+
+@checked
 @dataclass(frozen=True)
-class Job:
-    """One client's work in one round."""
+class LocalSGD(Schedule):
+    """SGD with a momentum that starts at zero in every round; with `proximal`, FedProx."""
 
-    client: int
-    samples: Samples
-    batches: Tensor
-    seed: int = 0  # of whatever the model itself draws (dropout)
+    momentum: Decay = 0.9
+    weight_decay: NonNegative = 0.0
+    proximal: NonNegative = 0.0  # FedProx's μ
+
+    def init(self, context: Context) -> Tensor:
+        """The velocity."""
+        return torch.zeros_like(context.start)
+
+    def step(self, velocity: Tensor, weights: Tensor, gradient: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """One step of SGD on the loss, (weight_decay/2)·‖w‖² and (μ/2)·‖w − w^t‖²."""
+        slope = gradient + self.weight_decay * weights + self.proximal * (weights - context.start)
+        velocity = self.momentum * velocity + slope
+        return velocity, weights - context.lr * velocity
+
+    def final(self, velocity: Tensor, weights: Tensor, context: Context) -> Final:
+        """The difference."""
+        return Final(weights - context.start)
 
 
+@checked
 @dataclass(frozen=True)
-class Outcome:
-    """What local training gave: Δ_i, the statistics after it, the mean loss over its steps. On a GPU all of it may
-    still be under way."""
+class TorchOptimizer(Schedule):
+    """Any optimiser of `torch.optim` whose `step` needs no closure, fresh in every round.
 
-    client: int
-    delta: Tensor
-    statistics: Tensor
-    loss: float | Tensor  # a tensor is one number: to make it a float is to wait for it
+    >>> TorchOptimizer(factory=torch.optim.Adam, lr=0.001)
+    >>> TorchOptimizer(factory=partial(torch.optim.SGD, momentum=0.9, nesterov=True))
+    """
+
+    factory: Callable[[list[nn.Parameter], float], torch.optim.Optimizer] = field(kw_only=True)  # (parameters, lr) →
 
 
-class Trainer(Protocol):
-    """Trains a cohort. Outcomes may come in any order; between two of them somebody may evaluate the same module."""
+LocalRule = Rule | TorchOptimizer
 
-    def train(
-        self,
-        weights: Tensor,
-        statistics: Tensor,
-        jobs: Sequence[Job],
-        sgd: LocalSGD,
-        lr: float,
-        frozen: Tensor | None,
-    ) -> Iterator[Outcome]:
-        """Train every job from the same weights; `frozen` coordinates do not move."""
-        ...
+
+def advance(rule: Rule, state: Any, weights: Tensor, gradient: Tensor, context: Context) -> tuple[Any, Tensor]:
+    """One step of any rule in which frozen coordinates have no gradient and do not move."""
+    if context.frozen is None:
+        return rule.step(state, weights, gradient, context)
+    state, moved = rule.step(state, weights, gradient.masked_fill(context.frozen, 0), context)
+    return state, torch.where(context.frozen, context.start, moved)

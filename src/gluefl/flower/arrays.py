@@ -30,10 +30,10 @@ class Table:
     def of(cls, arrays: ArrayRecord, statistics: Iterable[str] | nn.Module = STATISTICS) -> "Table":
         """Floating-point arrays are weights, except those whose names match `statistics`; all others are statistics.
 
-        A module tells it exactly: its normalisation layers know what they track.
+        Given a module, its buffers are the statistics.
         """
         if isinstance(statistics, nn.Module):
-            statistics = [part.name for part in Layout.of(statistics).statistics]
+            statistics = [name for name, _ in statistics.named_buffers()]
         patterns = tuple(statistics)
         parts: dict[bool, list[Part]] = {True: [], False: []}
         starts = {True: 0, False: 0}

@@ -1,14 +1,13 @@
 """What stands in for a simulation's channel and engine when messages and training are real."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from flwr.app import Array
 from torch import Tensor
 
 from gluefl import wire
-from gluefl.clients.rules import Outcome
+from gluefl.clients.cohort import Cohort, Outcome
 from gluefl.errors import GlueFLError
 from gluefl.flower import content
 from gluefl.flower.arrays import Table
@@ -19,10 +18,7 @@ from gluefl.simulation.channel import Parcel, remembered_hash
 class Elsewhere:
     """The engine of a federation: training happens on the nodes."""
 
-    def prepare(self, clients: Iterable[int], round: int) -> None:
-        """Nothing."""
-
-    def train(self, weights: Tensor, statistics: Tensor, clients: Sequence[int], *rest: Any) -> Iterator[Outcome]:
+    def train(self, cohort: Cohort) -> Iterator[Outcome]:
         """Not here."""
         raise GlueFLError("the nodes of a federation train; the server does not")
 

@@ -20,6 +20,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def nbytes(self) -> int:
+        """Their size in memory."""
+        return self.inputs.nbytes + self.labels.nbytes
+
 
 class Population(Protocol):
     """The interface of the data for training. Any object with these members is a population.

@@ -10,21 +10,23 @@ Font License 1.1) and Computer Modern (BaKoMa Fonts Licence). The atlas contains
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache, partial
 from importlib.resources import files
 from math import log
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import grid_sample, interpolate
 
 from gluefl.errors import UsageError
 from gluefl.populations import Samples
-from gluefl.populations.shelf import Shelf
 from gluefl.randomness import stream
 
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -107,7 +109,8 @@ class Glyphs:
     median_samples: int = 80
     test_samples: int = 3100
     cache_mb: int = 256
-    shelf: Shelf = field(init=False, repr=False, compare=False)
+    cache: LRUCache[int, Samples] = field(init=False, repr=False, compare=False)  # by client; -1: the test samples
+    lock: Any = field(init=False, repr=False, compare=False)  # several threads may produce samples
 
     def __post_init__(self) -> None:
         wrong = [
@@ -125,7 +128,13 @@ class Glyphs:
         ]
         if wrong:
             raise UsageError("the population glyphs cannot be made: " + "; ".join(wrong))
-        object.__setattr__(self, "shelf", Shelf(self.cache_mb * 2**20))
+        cache = LRUCache[int, Samples](self.cache_mb * 2**20, getsizeof=lambda samples: samples.nbytes)
+        object.__setattr__(self, "cache", cache)
+        object.__setattr__(self, "lock", Lock())
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """A pickled copy has an empty cache."""
+        return partial(Glyphs, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}), ()
 
     @cached_property
     def atlas(self) -> Atlas:
@@ -135,10 +144,6 @@ class Glyphs:
     @cached_property
     def _sizes(self) -> Callable[[int], NDArray[np.int32]]:
         return lru_cache(BLOCKS)(partial(sizes, self.seed, self.median_samples))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The options and an empty shelf, without the atlas: a copy in another process reads its own."""
-        return {option.name: getattr(self, option.name) for option in fields(self)}
 
     @property
     def classes(self) -> int:
@@ -165,15 +170,24 @@ class Glyphs:
             labels = draw_labels(rng, count, self.label_skew)
             return Samples(self._write(rng, labels), torch.from_numpy(labels))
 
-        return self.shelf.get(client, make)
+        return self._cached(client, make)
 
     def test(self) -> Samples:
         """The same number of samples of every class, by writers who are not clients, ten samples each."""
-        return self.shelf.get(-1, self._make_test)
+        return self._cached(-1, self._make_test)
 
     def transform(self, inputs: Tensor) -> Tensor:
         """Grey levels to float32 of about mean 0 and deviation 1, with a channel: (n, 1, 28, 28)."""
         return inputs.unsqueeze(-3).float().div_(255 * DEVIATION).sub_(MEAN / DEVIATION)
+
+    def _cached(self, key: int, make: Callable[[], Samples]) -> Samples:
+        with self.lock:
+            if key in self.cache:
+                return self.cache[key]
+        samples = make()  # outside the lock: two threads may both make the same samples
+        with self.lock, suppress(ValueError):  # larger than the cache
+            self.cache[key] = samples
+        return samples
 
     def _make_test(self) -> Samples:
         count = self.test_samples

@@ -1,13 +1,13 @@
 """The folder of a run: who may write into it, and whether it holds the run that is to go on."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from gluefl.clients.residuals import Residuals
 from gluefl.core.sampling import Sampler
 from gluefl.core.server import State
 from gluefl.errors import UsageError
@@ -30,7 +30,7 @@ class RunFolder:
     description: str
     identity: Fingerprint
 
-    def open(self, resume: bool, fresh: State, journal: Journal, residuals: Residuals) -> State:
+    def open(self, resume: bool, fresh: State, journal: Journal, stores: Mapping[str, checkpoint.Store]) -> State:
         """Make the folder, or go on in it."""
         checkpoint.check(fresh)
         config, saved = self.path / "config.toml", self.path / "checkpoint"
@@ -46,7 +46,7 @@ class RunFolder:
         state = fresh
         if checkpoint.exists(saved):
             self._check_identity(saved / IDENTITY)
-            state = checkpoint.load(saved, fresh, {"residuals": residuals})
+            state = checkpoint.load(saved, fresh, stores)
         saved.mkdir(exist_ok=True)
         (saved / IDENTITY).write_text(json.dumps(self.identity.as_json()) + "\n", encoding="utf-8")
         (self.path / "summary.json").unlink(missing_ok=True)  # it is of the rounds that were done before

@@ -14,13 +14,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import torch
 
 from gluefl import wire
 from gluefl.accel.streams import is_asynchronous, on_side_stream
-from gluefl.clients.cohort import Cohort, Engine, Outcome
+from gluefl.clients.cohort import Cohort, Engine, Outcome, prefetch
 from gluefl.core.records import Record
 from gluefl.core.server import Closed, Core, Packages, State, bodies_for, invited, publish
 from gluefl.errors import GlueFLError
@@ -35,15 +35,6 @@ Player = Callable[[Simulation, State], tuple[State, Record]]
 def player(device: torch.device) -> Player:
     """Plays rounds of a simulation, with look-ahead on an asynchronous device."""
     return LookAhead() if is_asynchronous(device) else play
-
-
-@runtime_checkable
-class Prefetching(Protocol):
-    """An engine that can fetch data before it is known who trains."""
-
-    def prepare(self, clients: Iterable[int], round: int) -> None:
-        """These clients are likely to train in this round."""
-        ...
 
 
 @dataclass
@@ -132,8 +123,7 @@ def _guess(sim: Simulation, state: State, begun: Begun) -> Guess:
     clients = invited(groups)
     shared = wire.Shared(core.strategy.mask(expected.strategy, round))
     bodies = bodies_for(core, expected, map(expected.ledger.base, clients), shared)
-    if isinstance(sim.engine, Prefetching):
-        sim.engine.prepare(clients, round)
+    prefetch(sim.engine, clients, round)
     counts = wire.count_positions([*bodies.values()])  # synchronises: after it the aggregate is complete
     for support in (begun.result.update, *(encoding.support for encoding in begun.encodings.values())):
         _ = support.count  # for the journal; counted later it would wait for the training
@@ -152,7 +142,13 @@ def _equal(cohort: Cohort, expected: Cohort) -> bool:
     tensors = zip(
         (cohort.weights, cohort.statistics, cohort.frozen), (expected.weights, expected.statistics, expected.frozen)
     )
-    return (cohort.round, cohort.clients) == (expected.round, expected.clients) and all(a is b for a, b in tensors)
+    memories = zip(sorted(cohort.memories.items()), sorted(expected.memories.items()))
+    return (
+        (cohort.round, cohort.clients, cohort.memories.keys())
+        == (expected.round, expected.clients, expected.memories.keys())
+        and all(a is b for a, b in tensors)
+        and all(torch.equal(a, b) for (_, a), (_, b) in memories)
+    )
 
 
 def _started(outcomes: Iterable[T]) -> Iterator[T]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from gluefl.clients.cohort import Engine
 from gluefl.clients.residuals import Residuals
 from gluefl.core.sampling import Pool
@@ -22,6 +24,24 @@ class Simulation:
     devices: Devices
     engine: Engine
     channel: Channel
-    residuals: Residuals
+    residuals: Residuals  # what strategies left out, by client
+    memories: Residuals | None = None  # what the local rule keeps, by client, if it keeps anything
     arrivals: Arrivals = Arrivals()  # noqa: RUF009 - frozen
     packages: Packing = packages
+
+    @property
+    def stores(self) -> dict[str, Residuals]:
+        """What is checkpointed beside the state."""
+        return {"residuals": self.residuals} | ({} if self.memories is None else {"memories": self.memories})
+
+    def kept(self, clients: Iterable[int]) -> dict[int, Tensor]:
+        """What the local rule kept for these clients, as far as they trained before."""
+        if self.memories is None:
+            return {}
+        kept = {client: self.memories.get(client, self.core.space.device) for client in clients}
+        return {client: memory for client, memory in kept.items() if memory is not None}
+
+    def close(self) -> None:
+        """Finish the writes under way."""
+        for store in self.stores.values():
+            store.close()

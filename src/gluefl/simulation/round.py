@@ -83,7 +83,8 @@ def cohort_of(sim: Simulation, state: State, used: Iterable[Iterable[int]], shar
     """The used clients of all groups, and the model they train from."""
     frozen = sim.core.strategy.frozen(shared.mask)
     clients = tuple(sorted(client for group in used for client in group))
-    return Cohort(round, clients, state.weights, state.statistics, None if frozen is None else frozen.bits)
+    memories = sim.kept(clients)
+    return Cohort(round, clients, state.weights, state.statistics, None if frozen is None else frozen.bits, memories)
 
 
 def close(sim: Simulation, state: State, begun: Begun) -> tuple[State, Record]:

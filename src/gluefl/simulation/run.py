@@ -27,7 +27,6 @@ from gluefl.core.sampling import Pool, Sampler, Uniform
 from gluefl.core.server import Core, State, start
 from gluefl.errors import Diverged, Interrupted, UsageError
 from gluefl.populations import Population
-from gluefl.populations.shelf import Shelf
 from gluefl.randomness import stream
 from gluefl.simulation import folder as run_folder
 from gluefl.simulation.channel import Encoded, Measured
@@ -89,7 +88,7 @@ def train(
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
             description = run_folder.description(module, population, strategy, chosen, setting, options)
             run = run_folder.RunFolder(options.folder, description, identity)
-            state = run.open(options.resume, state, journal, sim.residuals)
+            state = run.open(options.resume, state, journal, sim.stores)
         evaluation = setting.evaluation
         evaluator = Evaluator(
             module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
@@ -119,6 +118,7 @@ def _assemble(
 ) -> tuple[Simulation, State]:
     """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
     layout, device = Layout.of(module), next(module.parameters()).device
+    layout = replace(layout, exchanged=setting.training.exchanged(layout.size))
     description = run_folder.description(module, population, strategy, sampler, setting, options)
     core = Core(
         seed=setting.seed,
@@ -135,6 +135,7 @@ def _assemble(
         pool=_pool(population, setting),
         devices=setting.devices,
         engine=options.engine or _engine(module, layout, population, setting, options),
+        memories=_memories(setting, options, layout),
         channel=Encoded(core) if options.encode else Measured(),
         residuals=Residuals(
             layout.size,
@@ -152,8 +153,17 @@ def _engine(
     module: nn.Module, layout: Layout, population: Population, setting: Setting, options: Options
 ) -> LocalEngine:
     device = next(module.parameters()).device
-    trainer = choose(options.trainer, module, layout, population, setting.loss, device)
-    return LocalEngine(population, trainer, setting.training, setting.seed, device, Shelf(room_on(device) // 2))
+    trainer = choose(options.trainer, module, layout, population, setting.loss, device, setting.training)
+    return LocalEngine(population, trainer, setting.training, setting.seed, device, room_on(device) // 2)
+
+
+def _memories(setting: Setting, options: Options, layout: Layout) -> Residuals | None:
+    """What the local rule keeps for every client, if it keeps anything."""
+    kept = setting.training.kept(layout.size)
+    if not kept:
+        return None
+    folder = options.folder / "checkpoint" / "memories" if options.folder else None
+    return Residuals(kept, folder, options.residual_memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -172,7 +182,7 @@ class _Loop:
     def run(self, sim: Simulation, state: State, journal: Journal, evaluator: Evaluator) -> State:
         """Round after round; what is journaled and checkpointed survives whatever happens then."""
         play, device, folder = player(sim.core.space.device), sim.core.space.device, self.options.folder
-        with interruptible() as interrupted, tf32(self.options.tf32), closing(sim.residuals):
+        with interruptible() as interrupted, tf32(self.options.tf32), closing(sim):
             stop = False
             while not (self.is_over(state, journal) or stop or interrupted):
                 began = time.perf_counter()
@@ -187,7 +197,7 @@ class _Loop:
                 if folder and (state.round % self.options.checkpoint_every == 0 or ends):
                     journal.sync()  # a checkpoint must never be ahead of it
                     with on_side_stream(device, "checkpoint"):
-                        checkpoint.save(folder / "checkpoint", state, {"residuals": sim.residuals})
+                        checkpoint.save(folder / "checkpoint", state, sim.stores)
         if interrupted:
             hint = f" Go on with --resume --out {folder}." if folder else ""
             raise Interrupted(f"interrupted after round {state.round} of {self.rounds}.{hint}")

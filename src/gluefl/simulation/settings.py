@@ -10,7 +10,7 @@ from torch import nn
 
 from gluefl.clients.cohort import Engine
 from gluefl.clients.evaluation import Metric, top_1
-from gluefl.clients.rules import LocalSGD, Loss
+from gluefl.clients.rules import LocalRule, LocalSGD, Loss
 from gluefl.clients.trainers.choice import TRAINERS
 from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.server import State
@@ -44,7 +44,7 @@ class Setting:
     """What is computed, beside model, population, strategy and sampler."""
 
     seed: Seed = 1
-    training: LocalSGD = LocalSGD()  # noqa: RUF009 - frozen
+    training: Annotated[LocalRule, Has(("rate", "batches", "steps_for", "exchanged", "kept"))] = LocalSGD()  # noqa: RUF009 - frozen
     server: Annotated[Optimizer, Has(("init", "step"))] = Server()  # noqa: RUF009 - frozen
     loss: Loss = nn.functional.cross_entropy
     hooks: Annotated[

@@ -69,6 +69,8 @@ def compress(
         update, residual = core.strategy.compress(delta, task, sim.residuals.get(client, core.space.device))
         if residual is not None:
             sim.residuals[client] = residual
+        if outcome.memory is not None and sim.memories is not None:
+            sim.memories[client] = outcome.memory
         bodies[client] = wire.Body(update, outcome.statistics, shared, False, codec)
         waiting.append(client)
         if len(waiting) == ENCODED_TOGETHER:

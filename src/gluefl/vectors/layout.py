@@ -1,9 +1,12 @@
 """A torch module as two flat vectors: weights (trainable) and statistics (what normalisation layers track).
 
-Weights are what strategies mask and compress. Statistics (BatchNorm's running mean, variance and batch count,
-and any other floating-point buffer) are few, travel whole and are averaged plainly (App. D of the paper).
-Everything else of a module (frozen parameters, integer buffers such as index tables) is a constant of the
-architecture: both sides have it from the start, and it never travels.
+Weights are what strategies mask and compress. Statistics (the running mean, variance and batch count of PyTorch's
+normalisation layers) are few, travel whole and are averaged plainly (App. D of the paper). Everything else of a module
+(frozen parameters, other buffers) is a constant of the architecture: both sides have it from the start, and it never
+travels. A module that updates other buffers in training names them in an attribute, and they are statistics, too:
+
+>>> class Whitening(nn.Module):
+...     tracked_buffers = ("covariance",)
 """
 
 import hashlib
@@ -49,6 +52,7 @@ class Layout:
     weights: tuple[Part, ...]
     statistics: tuple[Part, ...]
     dtype: torch.dtype = torch.float32
+    exchanged: int = 0  # entries after the statistics that belong to no tensor: a local rule's second vector
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype = torch.float32) -> "Layout":
@@ -70,19 +74,26 @@ class Layout:
 
     @property
     def statistics_size(self) -> int:
-        """How many statistics travel beside the weights."""
+        """How many numbers travel beside the weights: the module's statistics, then what a local rule exchanges."""
+        return self.tracked_size + self.exchanged
+
+    @property
+    def tracked_size(self) -> int:
+        """How many of them are the module's."""
         return _total(self.statistics)
 
     @cached_property
     def fingerprint(self) -> bytes:
         """Eight bytes that two sides compare before they exchange vectors: names, shapes and types."""
         table = [[(p.name, p.shape, str(p.dtype)) for p in parts] for parts in (self.weights, self.statistics)]
-        return hashlib.sha256(json.dumps([table, str(self.dtype)]).encode()).digest()[:8]
+        extra = [self.exchanged] if self.exchanged else []
+        return hashlib.sha256(json.dumps([table, str(self.dtype), *extra]).encode()).digest()[:8]
 
     def flatten(self, module: nn.Module) -> tuple[Tensor, Tensor]:
-        """Copy a module's parameters and statistics into two new flat vectors."""
+        """Copy a module's parameters and statistics into two new flat vectors; exchanged entries are zero."""
         tensors = _by_name(module)
-        return self._join(self.weights, tensors), self._join(self.statistics, tensors)
+        weights, statistics = self._join(self.weights, tensors), self._join(self.statistics, tensors)
+        return weights, torch.cat([statistics, weights.new_zeros(self.exchanged)]) if self.exchanged else statistics
 
     @torch.no_grad()
     def fill(self, module: nn.Module, weights: Tensor, statistics: Tensor) -> None:
@@ -112,12 +123,20 @@ def split(parts: tuple[Part, ...], vector: Tensor) -> Iterator[tuple[str, Tensor
 
 
 def _tracked(module: nn.Module) -> list[tuple[str, Tensor]]:
-    counters = {
-        f"{name}.num_batches_tracked" if name else "num_batches_tracked"
-        for name, child in module.named_modules()
-        if isinstance(child, _NormBase)
-    }
-    return [(n, b) for n, b in module.named_buffers() if b.is_floating_point() or n in counters]
+    names = {f"{name}.{own}" if name else own for name, child in module.named_modules() for own in _tracked_by(child)}
+    buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in names]
+    if missing := names - {name for name, _ in module.named_buffers(remove_duplicate=False)}:
+        raise UsageError(
+            f"tracked_buffers names {', '.join(map(repr, sorted(missing)))}, and {type(module).__name__} has no such "
+            "buffer: register it, or correct the name."
+        )
+    return buffers
+
+
+def _tracked_by(module: nn.Module) -> set[str]:
+    """The names of the buffers that a module updates in training; those of its children are not among them."""
+    own = {name for name, _ in module.named_buffers(recurse=False)} if isinstance(module, _NormBase) else set()
+    return own | set(getattr(module, "tracked_buffers", ()))
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Convolutions as products, without writing down the columns of im2col."""
+"""Convolutions as matrix products that do not store the columns of im2col."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from gluefl.accel.kernels.halve import halve
 from gluefl.accel.kernels.shapes import PIXELS_OF, PROGRAMS, out_size
 
-Operand = tuple[Tensor, Tensor]  # a tensor, and by client what undoes its scale
+Operand = tuple[Tensor, Tensor]  # a tensor, and for every client the factor that undoes its scale
+Geometry = tuple[int, int, int]  # stride, padding, dilation
 FEW_CHANNELS = 16  # below it a product over the channels of one tap would be mostly padding
 
 
@@ -31,7 +32,7 @@ def _convolve_kernel(
     MIRRORED: tl.constexpr, FLAT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, DEPTH: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Σ over taps of x (shifted) times weight (clients, taps, out, in): the columns of im2col are never written.
+    """Σ over taps of x (shifted) times weight (clients, taps, out, in): the columns of im2col are never stored.
 
     `FLAT` is for few channels: taps and channels together are the depth of one product. `MIRRORED`: the weights of
     the taps are taken from the last to the first.
@@ -63,7 +64,7 @@ def _convolve_kernel(
             )  # fmt: skip
             total = _product(a, b, total, PRECISION)
     else:
-        # One loop and not two: loads are then started ahead over the end of a tap.
+        # One loop instead of two: the compiler then prefetches across the end of a tap.
         per_tap = tl.cdiv(channels, DEPTH)
         for step in range(KH * KW * per_tap):
             tap, start = step // per_tap, step % per_tap * DEPTH
@@ -157,38 +158,38 @@ class Convolve(torch.autograd.Function):
         size = (out_size(height, kh, stride, padding, dilation), out_size(width, kw, stride, padding, dilation))
         y = torch.empty(clients, batch, *size, out, dtype=x.dtype, device=x.device)
         ctx.half = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 and channels >= FEW_CHANNELS
-        ctx.how, ctx.slot = (stride, padding, dilation), slot
+        ctx.geometry, ctx.slot = (stride, padding, dilation), slot
         a, b = _operand(x, ctx.half), _operand(weight, ctx.half)
-        _run_convolve(a, b, y, stride, padding, dilation, back=False)
+        _run_convolve(a, b, y, ctx.geometry, back=False)
         ctx.save_for_backward(*a, *b)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of what it was given."""
+        """The gradients of its inputs."""
         x, x_unscale, weight, weight_unscale = ctx.saved_tensors
-        stride, padding, dilation = ctx.how
         back = _operand(dy.contiguous(), ctx.half)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x, dtype=dy.dtype)
             turned = weight.transpose(3, 4).contiguous()  # (clients, kh, kw, c, out)
-            _run_convolve(back, (turned, weight_unscale), dx, stride, padding, dilation, back=True)
-        d_weight = _convolve_weight((x, x_unscale), back, dy.dtype, weight.shape, stride, padding, dilation, ctx.slot)
+            _run_convolve(back, (turned, weight_unscale), dx, ctx.geometry, back=True)
+        d_weight = _convolve_weight((x, x_unscale), back, dy.dtype, weight.shape, ctx.geometry, ctx.slot)
         return dx, d_weight, None, None, None, None
 
 
 def _operand(x: Tensor, half: bool) -> Operand:
-    return halve(x) if half else (x, x)  # the second is never read then
+    return halve(x) if half else (x, x)  # without a scale the second is never read
 
 
-def _run_convolve(x: Operand, weight: Operand, y: Tensor, stride: int, padding: int, dilation: int, back: bool) -> None:
+def _run_convolve(x: Operand, weight: Operand, y: Tensor, geometry: Geometry, back: bool) -> None:
+    stride, padding, dilation = geometry
     (a, a_unscale), (b, b_unscale) = x, weight
     clients, kh, kw, out, channels = b.shape
     rows, flat = a.shape[1] * y.shape[2] * y.shape[3], channels < FEW_CHANNELS and not back
     shape = _tiles(rows, out, kh * kw * channels if flat else channels, a.dtype)
-    mirrored = back and stride == 1 and kh == kw  # a convolution with the taps in reverse: nothing to divide
+    mirrored = back and stride == 1 and kh == kw  # a convolution with the taps reversed needs no divisions
     if mirrored:
         padding = dilation * (kh - 1) - padding
     _convolve_kernel[(triton.cdiv(rows, shape["ROWS"]), triton.cdiv(out, shape["COLS"]), clients)](
@@ -199,9 +200,9 @@ def _run_convolve(x: Operand, weight: Operand, y: Tensor, stride: int, padding: 
 
 
 def _convolve_weight(
-    x: Operand, dy: Operand, dtype: torch.dtype, shape: torch.Size, stride: int, padding: int, dilation: int,
-    slot: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Operand, dy: Operand, dtype: torch.dtype, shape: torch.Size, geometry: Geometry, slot: Tensor | None
+) -> Tensor:
+    stride, padding, dilation = geometry
     (a, a_unscale), (b, b_unscale) = x, dy
     clients, kh, kw, out, channels = shape
     flat = channels < FEW_CHANNELS

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from gluefl.accel.kernels.shapes import PIXELS_OF, in_units, out_size, wide
 
 ROWS, COLS = 32, 32  # the tile of a program
-DEEP = 64  # rows that are added up at a time
+DEPTH = 64  # rows that are summed at a time
 
 
 @triton.jit(do_not_specialize=[*PIXELS_OF, "weight_stride"])
@@ -72,10 +72,10 @@ def _depthwise_weight_kernel(
         from_y = row // out_width % out_height * stride - padding + tap // KW * dilation
         from_x = row % out_width * stride - padding + tap % KW * dilation
         inside = (from_y >= 0) & (from_x >= 0) & (from_y < height) & (from_x < width) & (row < rows)
-        there = inside[:, None] & ok[None, :]
+        loaded = inside[:, None] & ok[None, :]
         at = ((sample * height + from_y) * width + from_x).to(tl.int64) * channels
-        value = tl.load(x + at[:, None] + cols[None, :], mask=there, other=0.0).to(ACC)
-        gradient = tl.load(dy + row[:, None].to(tl.int64) * channels + cols[None, :], mask=there, other=0.0).to(ACC)
+        value = tl.load(x + at[:, None] + cols[None, :], mask=loaded, other=0.0).to(ACC)
+        gradient = tl.load(dy + row[:, None].to(tl.int64) * channels + cols[None, :], mask=loaded, other=0.0).to(ACC)
         total += tl.sum(value * gradient, 0)
     tl.store(d_weight + (client * channels + cols) * (KH * KW) + tap, total, mask=ok)
 
@@ -92,15 +92,15 @@ class Depthwise(torch.autograd.Function):
         y = torch.empty(clients, batch, *size, channels, dtype=x.dtype, device=x.device)
         _run_depthwise(x, weight, y, stride, padding, dilation, back=False)
         ctx.save_for_backward(x, weight)
-        ctx.how = stride, padding, dilation
+        ctx.geometry = stride, padding, dilation
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of what it was given."""
+        """The gradients of its inputs."""
         x, weight = ctx.saved_tensors
-        stride, padding, dilation = ctx.how
+        stride, padding, dilation = ctx.geometry
         dy = dy.contiguous()
         dx = None
         if ctx.needs_input_grad[0]:
@@ -112,7 +112,7 @@ class Depthwise(torch.autograd.Function):
         rows = batch * dy.shape[2] * dy.shape[3]
         _depthwise_weight_kernel[(kh * kw, triton.cdiv(channels, COLS), clients)](
             x, dy, d_weight, height, width, dy.shape[2], dy.shape[3], rows, stride, padding, dilation,
-            **in_units(channels), KH=kh, KW=kw, ROWS=DEEP, COLS=COLS, ACC=wide(x.dtype),
+            **in_units(channels), KH=kh, KW=kw, ROWS=DEPTH, COLS=COLS, ACC=wide(x.dtype),
         )  # fmt: skip
         return dx, d_weight, None, None, None
 
@@ -120,7 +120,7 @@ class Depthwise(torch.autograd.Function):
 def _run_depthwise(x: Tensor, weight: Tensor, y: Tensor, stride: int, padding: int, dilation: int, back: bool) -> None:
     clients, batch, height, width, channels = x.shape
     rows, (kh, kw) = batch * y.shape[2] * y.shape[3], weight.shape[-2:]
-    mirrored = back and stride == 1 and kh == kw  # a convolution with the taps in reverse: nothing to divide
+    mirrored = back and stride == 1 and kh == kw  # a convolution with the taps reversed needs no divisions
     if mirrored:
         padding = dilation * (kh - 1) - padding
     _depthwise_kernel[(triton.cdiv(rows, ROWS), triton.cdiv(channels, COLS), clients)](

@@ -1,4 +1,4 @@
-"""Half precision with a scale for every client: as many bits as TF32 has, at half the bytes and twice the speed.
+"""Half precision with a scale for every client: the mantissa of TF32 at half the bytes and twice the speed.
 
 Hopper's tensor cores take operands that lie across the depth of a product only in sixteen bits. A half has ten bits
 of mantissa, as TF32 has, but few exponents: every client's tensor is multiplied by the power of two that brings its
@@ -28,8 +28,8 @@ def _halve_kernel(x, y, largest, unscale, stride, size, BLOCK: tl.constexpr):
 
 
 def halve(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(clients, …) in halves, and what every client's must be multiplied by to have its own size again."""
-    x = x if x[0].is_contiguous() else x.contiguous()  # rows of a matrix may lie apart
+    """(clients, …) in half precision, and for every client the factor that undoes its scale."""
+    x = x if x[0].is_contiguous() else x.contiguous()  # rows of a matrix need not be adjacent
     size = x[0].numel()
     largest = torch.linalg.vector_norm(x.flatten(1), float("inf"), 1)
     y, unscale = torch.empty(x.shape, dtype=torch.float16, device=x.device), torch.empty_like(largest)

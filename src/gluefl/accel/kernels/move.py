@@ -1,8 +1,21 @@
 """A step of SGD."""
 
+from typing import Protocol
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+class Rows(Protocol):
+    """The tensors that a step reads and writes, a row per client."""
+
+    weights: Tensor  # (clients, d)
+    velocity: Tensor
+    lr: Tensor  # (clients, 1)
+    momentum: Tensor
+    start: Tensor  # (d,)
+    movable: Tensor | None  # (d,), 0 where a coordinate is frozen
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -26,13 +39,11 @@ def _move_kernel(
     tl.store(weights + at, w - v, mask=ok)
 
 
-def move(
-    weights: Tensor, velocity: Tensor, gradient: Tensor, lr: Tensor, momentum: Tensor, movable: Tensor | None,
-    start: Tensor, weight_decay: float, proximal: float,
-) -> None:  # fmt: skip
+def move(rows: Rows, gradient: Tensor, weight_decay: float, proximal: float) -> None:
     """A step of SGD with momentum for (clients, d), in one pass over the memory."""
-    clients, size = weights.shape
+    clients, size = rows.weights.shape
     _move_kernel[(triton.cdiv(size, 4096), clients)](
-        weights, velocity, gradient, lr, momentum, start if movable is None else movable, start, size,
-        WEIGHT_DECAY=weight_decay, PROXIMAL=proximal, FROZEN=movable is not None, BLOCK=4096,
+        rows.weights, rows.velocity, gradient, rows.lr, rows.momentum,
+        rows.start if rows.movable is None else rows.movable, rows.start, size,
+        WEIGHT_DECAY=weight_decay, PROXIMAL=proximal, FROZEN=rows.movable is not None, BLOCK=4096,
     )  # fmt: skip

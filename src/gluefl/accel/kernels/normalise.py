@@ -18,7 +18,7 @@ def _moments_kernel(
     x, parts, rows_total, units, rows_each, splits,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of squared deviations of some rows, tile by tile (Chan's formula: nothing cancels)."""
+    """Mean and sum of squared deviations of a range of rows, tile by tile (Chan's formula, which does not cancel)."""
     channels = units * UNIT
     client, split = tl.program_id(2).to(tl.int64), tl.program_id(0)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -30,15 +30,15 @@ def _moments_kernel(
     for row in range(first, last, ROWS):
         count = (row - first).to(ACC)
         rows = row + tl.arange(0, ROWS)
-        there = (rows < last)[:, None] & (cols < channels)[None, :]
-        tile = tl.load(x + rows[:, None].to(tl.int64) * channels + cols[None, :], mask=there, other=0.0).to(ACC)
-        some = tl.minimum(ROWS, last - row).to(ACC)
-        tile_mean = tl.sum(tile, 0) / some
-        away = tl.where(there, tile - tile_mean[None, :], 0.0)
-        moved = tile_mean - mean
-        total = count + some
-        square += tl.sum(away * away, 0) + moved * moved * (count * some / total)
-        mean += moved * (some / total)
+        inside = (rows < last)[:, None] & (cols < channels)[None, :]
+        tile = tl.load(x + rows[:, None].to(tl.int64) * channels + cols[None, :], mask=inside, other=0.0).to(ACC)
+        tile_rows = tl.minimum(ROWS, last - row).to(ACC)
+        tile_mean = tl.sum(tile, 0) / tile_rows
+        deviation = tl.where(inside, tile - tile_mean[None, :], 0.0)
+        mean_change = tile_mean - mean
+        total = count + tile_rows
+        square += tl.sum(deviation * deviation, 0) + mean_change * mean_change * (count * tile_rows / total)
+        mean += mean_change * (tile_rows / total)
     at = (client * splits + split) * 2 * channels + cols
     tl.store(parts + at, mean, mask=cols < channels)
     tl.store(parts + at + channels, square, mask=cols < channels)
@@ -59,11 +59,13 @@ def _normalise_kernel(
     for other in range(splits):
         count = (other * rows_each).to(ACC)
         at = (client * splits + other) * 2 * channels + cols
-        some = tl.minimum(rows_each, rows_total - other * rows_each).to(ACC)
-        moved = tl.load(parts + at, mask=ok, other=0.0) - mean
-        total = count + some
-        square += tl.load(parts + at + channels, mask=ok, other=0.0) + moved * moved * (count * some / total)
-        mean += moved * (some / total)
+        tile_rows = tl.minimum(rows_each, rows_total - other * rows_each).to(ACC)
+        mean_change = tl.load(parts + at, mask=ok, other=0.0) - mean
+        total = count + tile_rows
+        square += tl.load(parts + at + channels, mask=ok, other=0.0) + mean_change * mean_change * (
+            count * tile_rows / total
+        )
+        mean += mean_change * (tile_rows / total)
     inverse = 1.0 / tl.sqrt(square / rows_total + EPS)
     if split == 0:
         tl.store(saved + client * 2 * channels + cols, mean, mask=ok)
@@ -82,10 +84,10 @@ def _normalise_kernel(
     start = client * rows_total * channels
     for row in range(first, last, ROWS):
         rows = row + tl.arange(0, ROWS)
-        there = (rows < last)[:, None] & ok[None, :]
+        inside = (rows < last)[:, None] & ok[None, :]
         at_tile = start + rows[:, None].to(tl.int64) * channels + cols[None, :]
-        tile = tl.load(x + at_tile, mask=there, other=0.0).to(ACC)
-        tl.store(y + at_tile, (tile - mean[None, :]) * scale[None, :] + shift[None, :], mask=there)
+        tile = tl.load(x + at_tile, mask=inside, other=0.0).to(ACC)
+        tl.store(y + at_tile, (tile - mean[None, :]) * scale[None, :] + shift[None, :], mask=inside)
 
 
 @triton.jit(do_not_specialize=ROWS_OF)
@@ -106,10 +108,10 @@ def _normalise_sums_kernel(
     start = client * rows_total * channels
     for row in range(first, last, ROWS):
         rows = row + tl.arange(0, ROWS)
-        there = (rows < last)[:, None] & ok[None, :]
+        inside = (rows < last)[:, None] & ok[None, :]
         at_tile = start + rows[:, None].to(tl.int64) * channels + cols[None, :]
-        gradient = tl.load(dy + at_tile, mask=there, other=0.0).to(ACC)
-        unit = (tl.load(x + at_tile, mask=there, other=0.0).to(ACC) - mean[None, :]) * inverse[None, :]
+        gradient = tl.load(dy + at_tile, mask=inside, other=0.0).to(ACC)
+        unit = (tl.load(x + at_tile, mask=inside, other=0.0).to(ACC) - mean[None, :]) * inverse[None, :]
         plain += tl.sum(gradient, 0)
         scaled += tl.sum(gradient * unit, 0)
     at = (client * splits + split) * 2 * channels + cols
@@ -145,15 +147,15 @@ def _normalise_back_kernel(
     start = client * rows_total * channels
     for row in range(first, last, ROWS):
         rows = row + tl.arange(0, ROWS)
-        there = (rows < last)[:, None] & ok[None, :]
+        inside = (rows < last)[:, None] & ok[None, :]
         at_tile = start + rows[:, None].to(tl.int64) * channels + cols[None, :]
-        gradient = tl.load(dy + at_tile, mask=there, other=0.0).to(ACC)
-        unit = (tl.load(x + at_tile, mask=there, other=0.0).to(ACC) - mean[None, :]) * inverse[None, :]
-        tl.store(dx + at_tile, factor[None, :] * (gradient - plain[None, :] - unit * scaled[None, :]), mask=there)
+        gradient = tl.load(dy + at_tile, mask=inside, other=0.0).to(ACC)
+        unit = (tl.load(x + at_tile, mask=inside, other=0.0).to(ACC) - mean[None, :]) * inverse[None, :]
+        tl.store(dx + at_tile, factor[None, :] * (gradient - plain[None, :] - unit * scaled[None, :]), mask=inside)
 
 
 class BatchNorm(torch.autograd.Function):
-    """Normalises (clients, rows, channels) over the rows of every client, and moves the running statistics."""
+    """Normalises (clients, rows, channels) over the rows of every client, and updates the running statistics."""
 
     @staticmethod
     def forward(
@@ -178,7 +180,7 @@ class BatchNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of what it was given."""
+        """The gradients of its inputs."""
         x, saved, weight = ctx.saved_tensors
         dy = dy.contiguous()
         clients, rows, channels = x.shape

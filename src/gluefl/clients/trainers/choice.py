@@ -1,12 +1,15 @@
-"""Which trainer a model gets."""
+"""Which trainer a model and a rule get."""
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from gluefl.clients.rules import Loss, Trainer
-from gluefl.clients.trainers.dense import Dense, dense_layers
+from gluefl.clients.cohort import Trainer
+from gluefl.clients.rules import LocalRule, Loss, TorchOptimizer
+from gluefl.clients.trainers.chain import dense_layers
+from gluefl.clients.trainers.dense import Dense
 from gluefl.clients.trainers.loop import Loop
 from gluefl.clients.trainers.stacked import Stacked
 from gluefl.clients.trainers.workers import Workers
@@ -19,28 +22,41 @@ TRAINERS = ("auto", "loop", "workers", "dense", "stacked")
 
 
 def choose(
-    name: str, module: nn.Module, layout: Layout, population: Population, loss: Loss, device: torch.device
+    name: str,
+    module: nn.Module,
+    layout: Layout,
+    population: Population,
+    loss: Loss,
+    device: torch.device,
+    rule: LocalRule,
 ) -> Trainer:
     """A trainer by its name, or the one that measured fastest for this kind of model (docs/performance.md)."""
     if name not in TRAINERS:
         raise UsageError(f"training.trainer = '{name}' is unknown; there are {', '.join(TRAINERS)}.")
-    random, chain = is_random(module, population), is_chain(module, population)
-    stackable = not random and bool(getattr(module, "stackable", True))
+    pass_ = probe(module, layout, population)
+    if pass_.untracked:
+        raise UsageError(
+            f"{type(module).__name__} changes the buffer '{pass_.untracked[0]}' in training, and it would not reach "
+            "the server: name it in `tracked_buffers` of the module it belongs to (gluefl.vectors.layout)."
+        )
+    flat = not isinstance(rule, TorchOptimizer)
+    stackable = flat and not pass_.random and bool(getattr(module, "stackable", True))
+    dense = type(rule) in Dense.fuses and is_chain(module, population)
     if name == "auto":
-        name = _best(module, device, random, chain, stackable)
+        name = _best(module, device, pass_.random, dense, stackable)
+    if name == "stacked" and not flat:
+        raise UsageError("training.trainer = 'stacked' runs rules on flat tensors, not torch.optim: use 'loop'.")
     if name == "stacked" and not stackable:
         raise UsageError(f"{type(module).__name__} cannot be stacked: train it with training.trainer = 'loop'.")
-    if name == "workers" and (device.type != "cpu" or random):
+    if name == "workers" and (device.type != "cpu" or pass_.random):
         raise UsageError("training.trainer = 'workers' is for CPU cores and models without dropout: use 'loop'.")
-    if name == "dense" and (device.type != "cpu" or not chain):
-        raise UsageError("training.trainer = 'dense' is for chains of Linear and ReLU on a CPU: use 'workers'.")
-    if name == "dense":
-        return Dense(module, layout, population.transform, loss)
-    if name == "workers":
-        return Workers(module, layout, population.transform, loss)
-    if name == "stacked":
-        return Stacked(module, layout, population.transform, loss)
-    return Loop(module, layout, population.transform, loss)
+    if name == "dense" and (device.type != "cpu" or not dense):
+        raise UsageError(
+            "training.trainer = 'dense' is for chains of Linear and ReLU on a CPU, trained by LocalSGD: use 'workers'."
+        )
+    kind = {"dense": Dense, "workers": Workers, "stacked": Stacked, "loop": Loop}[name]
+    trainer: Trainer = kind(module, layout, population.transform, loss)
+    return trainer
 
 
 def is_chain(module: nn.Module, population: Population) -> bool:
@@ -49,21 +65,38 @@ def is_chain(module: nn.Module, population: Population) -> bool:
     return layers is not None and (isinstance(layers[0][1], nn.Flatten) or len(population.shape) == 1)
 
 
-def is_random(module: nn.Module, population: Population) -> bool:
-    """Whether its forward pass draws random numbers, from a generator that threads would share. One is made, on a
-    copy and two samples: dropout may be a module, an option of a layer, or a function in the middle of a pass."""
-    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules()):
-        return True
+@dataclass(frozen=True)
+class Pass:
+    """What a forward pass in training mode does besides computing outputs."""
+
+    random: bool = False  # it draws random numbers, from a generator that threads would share
+    untracked: tuple[str, ...] = ()  # buffers that it changes and that are no statistics of the layout
+
+
+def probe(module: nn.Module, layout: Layout, population: Population) -> Pass:
+    """One forward pass on a copy and two samples. Dropout may be a module, an option of a layer, or a function in the
+    middle of the forward pass, so that only a pass can tell."""
+    has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
     device = next(module.parameters()).device
+    probed = copy.deepcopy(module).train()
+    tracked = {part.name for part in layout.statistics}
+    constants = {name: buffer.clone() for name, buffer in probed.named_buffers() if name not in tracked}
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         try:
             inputs = population.train(0).inputs
             two = population.transform(inputs[torch.arange(2) % len(inputs)].to(device))
-            before = _generators(device)  # what the transform draws is not the model's
-            copy.deepcopy(module).train()(two)
+            before = _generators(device)  # the transform may draw, too
+            probed(two)
         except Exception:
-            return False  # what is wrong with the model or its data is said when it is trained
-        return not all(torch.equal(a, b) for a, b in zip(before, _generators(device)))
+            return Pass(has_dropout)  # the training itself says what is wrong with the model or its data
+        random = not all(torch.equal(a, b) for a, b in zip(before, _generators(device)))
+    after = dict(probed.named_buffers())
+    changed = [name for name, old in constants.items() if not _same(old, after[name])]
+    return Pass(random or has_dropout, tuple(changed))
+
+
+def _same(old: Tensor, new: Tensor) -> bool:
+    return old.shape == new.shape and bool(torch.eq(old, new).logical_or(old.isnan() & new.isnan()).all())
 
 
 def _generators(device: torch.device) -> list[Tensor]:
@@ -71,10 +104,10 @@ def _generators(device: torch.device) -> list[Tensor]:
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
-def _best(module: nn.Module, device: torch.device, random: bool, chain: bool, stackable: bool) -> str:
+def _best(module: nn.Module, device: torch.device, random: bool, dense: bool, stackable: bool) -> str:
     if random:
         return "loop"
     if device.type != "cpu":
         return "stacked" if stackable else "loop"
     small = sum(parameter.numel() for parameter in module.parameters()) <= DENSE_LIMIT
-    return "dense" if small and chain else "workers"
+    return "dense" if small and dense else "workers"

@@ -1,59 +1,35 @@
 """Small dense models on CPU cores: several clients as one batched matrix product, momentum folded into it.
 
-Such a model is bound by the dispatch of its operations, not by arithmetic. Linear layers and ReLUs have a backward
-pass of one line each, so it is written out here: no autograd graph, and the gradient of a weight matrix is added to
-its velocity by the product that computes it. Any loss will do; autograd sees the outputs alone.
+Such a model is bound by the dispatch of its operations and by its memory, not by arithmetic. Linear layers and ReLUs
+have a backward pass of one line each, so it is written out here: no autograd graph, and the gradient of a weight matrix
+is added to its velocity by the product that computes it. Any loss will do; autograd sees the outputs alone.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from gluefl.accel.threads import available, pool_of
-from gluefl.clients.rules import Job, LocalSGD, Loss, Outcome
+from gluefl.clients.cohort import Cohort, Job, Outcome
+from gluefl.clients.rules import LocalRule, LocalSGD, Loss
+from gluefl.clients.trainers.chain import Chain
+from gluefl.errors import UsageError
 from gluefl.vectors.layout import Layout, split
 
 CHUNK = 10  # clients in one product: more fall out of the cache (docs/performance.md)
 
 
-def dense_layers(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """The layers of a chain of Linear and ReLU, perhaps flattened first, by name; None for any other module."""
-    layers = _chain(module) if isinstance(module, nn.Sequential) else None
-    if layers is None:
-        return None
-    matrices = [layer for _, layer in layers if isinstance(layer, nn.Linear)]
-    tensors = [tensor for layer in matrices for tensor in layer.parameters()]
-    shared = len({id(tensor) for tensor in tensors}) < len(tensors)
-    frozen = any(not parameter.requires_grad for parameter in module.parameters())
-    flattens_late = any(isinstance(layer, nn.Flatten) for _, layer in layers[1:])
-    return layers if matrices and not (shared or frozen or flattens_late) else None
-
-
-def _chain(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return None
-    if type(module) in (nn.Linear, nn.ReLU, nn.Identity):
-        return [("", module)]
-    if isinstance(module, nn.Flatten):
-        return [("", module)] if (type(module), module.start_dim, module.end_dim) == (nn.Flatten, 1, -1) else None
-    if type(module) is not nn.Sequential:
-        return None
-    layers: list[tuple[str, nn.Module]] = []
-    for name, child in module._modules.items():  # `named_children` leaves out a module that comes twice
-        inner = None if child is None else _chain(child)
-        if inner is None:
-            return None
-        layers += [(f"{name}.{below}" if below else name, layer) for below, layer in inner]
-    return layers
-
-
 @dataclass
 class Dense:
     """Trains chunks of clients, one chunk per core at a time."""
+
+    fuses: ClassVar = (LocalSGD,)
 
     module: nn.Module
     layout: Layout
@@ -61,58 +37,78 @@ class Dense:
     loss: Loss
     count: int = field(default_factory=available)
     _pool: ThreadPoolExecutor | None = None
+    _spaces: SimpleQueue["Workspace"] = field(default_factory=SimpleQueue)
 
-    def train(
-        self, weights: Tensor, statistics: Tensor, jobs: Sequence[Job], sgd: LocalSGD, lr: float, frozen: Tensor | None
-    ) -> Iterator[Outcome]:
-        """Clients with the same number of steps go together."""
+    def train(self, cohort: Cohort, jobs: Sequence[Job], rule: LocalRule) -> Iterator[Outcome]:
+        """Clients with the same number of steps train together."""
+        if not isinstance(rule, LocalSGD) or type(rule) not in self.fuses:
+            raise UsageError(f"the dense trainer runs LocalSGD, not {type(rule).__name__}: use 'loop' or 'workers'.")
+        sgd = rule
         if self._pool is None:
             self._pool = pool_of(self.count)
+            for _ in range(self.count):
+                self._spaces.put(Workspace(Chain.of(self.module, self.layout, CHUNK)))
         by_steps = defaultdict[int, list[Job]](list)
         for job in jobs:
             by_steps[len(job.batches)].append(job)
-        chunks = [some[at : at + CHUNK] for some in by_steps.values() for at in range(0, len(some), CHUNK)]
-        for outcomes in self._pool.map(lambda chunk: self._train(weights, chunk, sgd, lr, frozen), chunks):
-            for job, delta, loss in outcomes:
-                yield Outcome(job.client, delta, statistics.clone(), loss)
+        chunks = [alike[at : at + CHUNK] for alike in by_steps.values() for at in range(0, len(alike), CHUNK)]
+
+        def work(chunk: list[Job]) -> tuple[Tensor, list[float]]:
+            space = self._spaces.get()
+            try:
+                return self._train(space, cohort, chunk, sgd)
+            finally:
+                self._spaces.put(space)
+
+        for chunk, (deltas, losses) in zip(chunks, self._pool.map(work, chunks)):
+            for job, delta, loss in zip(chunk, deltas, losses):
+                yield Outcome(job.client, delta, cohort.statistics.clone(), loss)
 
     @torch.no_grad()
     def _train(
-        self, start: Tensor, jobs: Sequence[Job], sgd: LocalSGD, lr: float, frozen: Tensor | None
-    ) -> list[tuple[Job, Tensor, float]]:
-        clients, (steps, batch) = len(jobs), jobs[0].batches.shape
-        order = [job.batches.reshape(-1) for job in jobs]
-        raw = torch.cat([job.samples.inputs[some] for job, some in zip(jobs, order)])
-        inputs = self.transform(raw).reshape(clients, steps, batch, -1)
-        labels = torch.stack([job.samples.labels[some] for job, some in zip(jobs, order)]).reshape(
-            clients, steps, batch
-        )
-        weights = start.expand(clients, -1).clone()
-        velocity = torch.zeros_like(weights)
-        total = weights.new_zeros(clients)
-        stack = _Stack(dense_layers(self.module) or [], self.layout, weights, velocity)
-        plain = not (sgd.weight_decay or sgd.proximal or frozen is not None)
+        self, space: "Workspace", cohort: Cohort, jobs: Sequence[Job], sgd: LocalSGD
+    ) -> tuple[Tensor, list[float]]:
+        """The deltas of a chunk of clients, (clients, d), and their mean losses."""
+        lr, steps = sgd.rate(cohort.round), len(jobs[0].batches)
+        inputs, labels = self._gather(space, jobs)
+        start = dict(split(self.layout.weights, cohort.weights))
+        movable = None if cohort.frozen is None else dict(split(self.layout.weights, ~cohort.frozen))
+        chain = space.chain.first(len(jobs))
+        chain.begin(start)
+        total = cohort.weights.new_zeros(len(jobs))
+        plain = not (sgd.weight_decay or sgd.proximal or movable is not None)
         for step in range(steps):
-            activations = stack.forward(inputs[:, step])
+            activations = chain.forward(inputs[:, step])
             losses, error = self._losses(activations[-1], labels[:, step])
             total += losses
             if plain:
-                stack.backward(activations, error.mul_(lr), sgd.momentum)
+                chain.backward(activations, error.mul_(lr), chain.velocity, sgd.momentum)
             else:
-                velocity.mul_(sgd.momentum)
-                gradient = _Stack(stack.layers, self.layout, weights, torch.zeros_like(weights))
-                gradient.backward(activations, error, 0.0)
-                change = gradient.flat_velocity
-                if sgd.weight_decay:
-                    change.add_(weights, alpha=sgd.weight_decay)
-                if sgd.proximal:
-                    change.add_(weights - start, alpha=sgd.proximal)
-                if frozen is not None:
-                    change.mul_(~frozen)
-                velocity.add_(change, alpha=lr)
-            weights.sub_(velocity)
-        weights.sub_(start)
-        return [(job, weights[i], float(total[i]) / steps) for i, job in enumerate(jobs)]
+                change = {name: torch.zeros_like(weight) for name, weight in chain.weights.items()}
+                chain.backward(activations, error, change, 0.0)
+                for name, slope in change.items():
+                    if sgd.weight_decay:
+                        slope.add_(chain.weights[name], alpha=sgd.weight_decay)
+                    if sgd.proximal:
+                        slope.add_(chain.weights[name] - start[name], alpha=sgd.proximal)
+                    if movable is not None:
+                        slope.mul_(movable[name])
+                    chain.velocity[name].mul_(sgd.momentum).add_(slope, alpha=lr)
+            torch._foreach_sub_([*chain.weights.values()], [*chain.velocity.values()])
+        deltas = cohort.weights.new_empty(len(jobs), self.layout.size)
+        for name, delta in split(self.layout.weights, deltas):
+            torch.sub(chain.weights[name], start[name], out=delta)
+        return deltas, [value / steps for value in total.tolist()]
+
+    def _gather(self, space: "Workspace", jobs: Sequence[Job]) -> tuple[Tensor, Tensor]:
+        """Inputs (clients, steps, batch, features) and labels (clients, steps, batch)."""
+        shape = (len(jobs), *jobs[0].batches.shape)
+        orders = [job.batches.reshape(-1) for job in jobs]
+        raw = space.room_for(jobs[0].samples.inputs, sum(map(len, orders)))
+        for job, order, rows in zip(jobs, orders, torch.split(raw, [len(order) for order in orders])):
+            torch.index_select(job.samples.inputs, 0, order, out=rows)
+        labels = torch.cat([job.samples.labels[order] for job, order in zip(jobs, orders)])
+        return self.transform(raw).reshape(*shape, -1), labels.reshape(shape)
 
     def _losses(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of every client and its derivative by the outputs."""
@@ -124,40 +120,19 @@ class Dense:
             return -log_p.gather(2, right).mean((1, 2)), error.div_(labels.shape[1])
         with torch.enable_grad():
             leaf = outputs.detach().requires_grad_()
-            losses = torch.stack([self.loss(some, own) for some, own in zip(leaf, labels)])
+            losses = torch.stack([self.loss(own, right) for own, right in zip(leaf, labels)])
             return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
 
 
-class _Stack:
-    """The matrices of several clients as views of two flat ones, and both passes over them."""
+@dataclass
+class Workspace:
+    """The memory of one thread, used for all of its chunks: fresh memory costs a page fault per 4 KiB."""
 
-    def __init__(self, layers: list[tuple[str, nn.Module]], layout: Layout, weights: Tensor, velocity: Tensor):
-        self.layers, self.flat_velocity = layers, velocity
-        self.weights, self.velocity = dict(split(layout.weights, weights)), dict(split(layout.weights, velocity))
+    chain: Chain
+    samples: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def forward(self, inputs: Tensor) -> list[Tensor]:
-        """The input of every layer, and the output."""
-        activations = [inputs]
-        for name, layer in self.layers:
-            x = activations[-1]
-            if isinstance(layer, nn.Linear):
-                matrix, bias = self.weights[f"{name}.weight"].transpose(1, 2), self.weights.get(f"{name}.bias")
-                x = torch.bmm(x, matrix) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, matrix)
-            elif isinstance(layer, nn.ReLU):
-                x = x.relu_() if len(activations) > 1 else x.relu()  # what it overwrites is not needed again
-            activations.append(x)
-        return activations
-
-    def backward(self, activations: list[Tensor], error: Tensor, momentum: float) -> None:
-        """velocity ← momentum · velocity + gradient, from the derivative of the loss by the outputs."""
-        first = next(i for i, (_, layer) in enumerate(self.layers) if isinstance(layer, nn.Linear))
-        for i in reversed(range(first, len(self.layers))):
-            name, layer = self.layers[i]
-            if isinstance(layer, nn.ReLU):
-                error = error.mul_(activations[i + 1] > 0)
-            elif isinstance(layer, nn.Linear):
-                self.velocity[f"{name}.weight"].baddbmm_(error.transpose(1, 2), activations[i], beta=momentum)
-                if layer.bias is not None:
-                    self.velocity[f"{name}.bias"].mul_(momentum).add_(error.sum(1))
-                if i > first:
-                    error = torch.bmm(error, self.weights[f"{name}.weight"])
+    def room_for(self, like: Tensor, count: int) -> Tensor:
+        """Memory for `count` samples, valid until the next call."""
+        if self.samples.dtype != like.dtype or self.samples.shape[1:] != like.shape[1:] or len(self.samples) < count:
+            self.samples = like.new_empty(count, *like.shape[1:])
+        return self.samples[:count]

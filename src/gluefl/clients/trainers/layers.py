@@ -1,9 +1,9 @@
 """A module whose layers have weights for many clients: one forward pass computes all of them.
 
-A batch holds the samples of the first client, then those of the second, and so on. What works on every sample by
-itself (activations, pooling, reshaping, adding up) needs no change; the layers with weights are exchanged for ones
-that give every client's samples to that client's weights. That is far faster than `vmap` on a GPU, where vmap turns
-the convolutions of many clients into one grouped convolution whose groups run one after the other.
+A batch holds the samples of the first client, then those of the second, and so on. Operations on single
+samples (activations, pooling, reshaping, sums) need no change; layers with weights are replaced by layers that apply
+every client's weights to that client's samples. That is far faster than `vmap` on a GPU, which turns the
+convolutions of many clients into one grouped convolution whose groups run one after the other.
 """
 
 import copy
@@ -17,34 +17,34 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from gluefl.vectors.layout import Layout, split
 
-ALIGNED = 32  # every tensor of a stack starts at a multiple of so many numbers: products read 16 bytes at a time
+ALIGNED = 32  # every tensor of a stack starts at a multiple of so many entries: products load 16 bytes at a time
 
 
 class Layer(nn.Module):
-    """Has its own weights of every client put in place before a forward pass: (clients, …), views of a matrix."""
+    """A layer whose weights (clients, …), views of a matrix, are set before every forward pass."""
 
     clients: int
-    calls: int  # since the forward pass began
+    calls: int  # in this forward pass
     weight: Tensor
     slot: Tensor | None  # where the gradient of the weight belongs
     bias: Tensor | None
 
     def __init__(self, original: Any) -> None:
         super().__init__()
-        self._original = [original]  # in a list: its own weights are not this layer's
+        self._original = [original]  # in a list: its parameters are not registered here
         self.bias = self.slot = None
 
     def place(self) -> Tensor | None:
-        """Where to write the gradient of the weight: only the first call may, further ones are added to it."""
+        """Where to write the gradient of the weight: only for the first call, autograd adds those of further calls."""
         self.calls += 1
         return self.slot if self.calls == 1 else None
 
     @property
-    def how(self) -> Any:
+    def original(self) -> Any:
         """The layer it stands for: strides, momentum, …"""
         return self._original[0]
 
-    def __getattr__(self, name: str) -> Any:  # a forward pass may ask for `in_features` and the like
+    def __getattr__(self, name: str) -> Any:  # a forward pass may read `in_features` and the like
         if name == "_original":
             raise AttributeError(name)
         return getattr(self._original[0], name)
@@ -61,24 +61,24 @@ class Linear(Layer):
 
 
 class Convolution(Layer):
-    """As `nn.Conv2d`: a product where the kernel is one pixel, a kernel of our own elsewhere."""
+    """As `nn.Conv2d`: a product for kernels of one pixel, a kernel of our own for others."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(clients · batch, in, h, w) → (clients · batch, out, h', w'), channels last in memory."""
         from gluefl.accel.kernels.convolve import Convolve
         from gluefl.accel.kernels.depthwise import Depthwise
 
-        how = self.how
-        if how.kernel_size == (1, 1) and how.padding == (0, 0) and how.groups == 1:
-            last = x.permute(0, 2, 3, 1)[:, :: how.stride[0], :: how.stride[1]]
+        original = self.original
+        if original.kernel_size == (1, 1) and original.padding == (0, 0) and original.groups == 1:
+            last = x.permute(0, 2, 3, 1)[:, :: original.stride[0], :: original.stride[1]]
             slot = self.place()
             slot = None if slot is None else slot.flatten(2)
-            # Not copied where rows lie apart from each other, as half of the channels do: a product can read that.
+            # No copy for strided rows, such as half of the channels: a product can read them.
             y = _product(last.reshape(self.clients, -1, last.shape[-1]), self.weight.flatten(2), self.bias, slot)
             return y.view(*last.shape[:-1], y.shape[-1]).permute(0, 3, 1, 2)
         x = _pixels(x, self.clients)
-        size = how.stride[0], how.padding[0], how.dilation[0]
-        if _by_tap(how):
+        size = original.stride[0], original.padding[0], original.dilation[0]
+        if _by_tap(original):
             y = Convolve.apply(x, self.weight, *size, self.place())
         else:
             y = Depthwise.apply(x, self.weight, *size)
@@ -86,7 +86,7 @@ class Convolution(Layer):
 
 
 class BatchNorm(Layer):
-    """As `nn.BatchNorm1d` and `nn.BatchNorm2d` in training; the running statistics are moved in place."""
+    """As `nn.BatchNorm1d` and `nn.BatchNorm2d` in training; the running statistics are updated in place."""
 
     running_mean: Tensor | None = None
     running_var: Tensor | None = None
@@ -99,7 +99,9 @@ class BatchNorm(Layer):
         last = x.movedim(1, -1).contiguous()  # (clients · batch, …, c)
         rows = last.view(self.clients, -1, last.shape[-1])
         running = None if self.running_mean is None else (self.running_mean, self.running_var)
-        y: Tensor = normalise.BatchNorm.apply(rows, self.weight, self.bias, running, self.how.momentum, self.how.eps)
+        y: Tensor = normalise.BatchNorm.apply(
+            rows, self.weight, self.bias, running, self.original.momentum, self.original.eps
+        )
         return y.view(last.shape).movedim(-1, 1)
 
 
@@ -108,7 +110,7 @@ class GroupNorm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """(clients · batch, c, …)."""
-        unit = nn.functional.group_norm(x, self.how.num_groups, eps=self.how.eps)
+        unit = nn.functional.group_norm(x, self.original.num_groups, eps=self.original.eps)
         unit = unit.unflatten(0, (self.clients, -1))
         each = (self.clients, 1, -1, *[1] * (x.dim() - 2))
         assert self.bias is not None
@@ -116,23 +118,25 @@ class GroupNorm(Layer):
         return scaled.flatten(0, 1)
 
 
-def _by_tap(how: nn.Module) -> bool:
-    """Whether a layer's weights are kept as (kh, kw, out, in): what a product reads side by side lies side by side."""
-    return isinstance(how, nn.Conv2d) and how.groups == 1 and (how.kernel_size, how.padding) != ((1, 1), (0, 0))
+def _by_tap(layer: nn.Module) -> bool:
+    """Whether the weights are stored as (kh, kw, out, in), so that a product reads contiguous memory."""
+    return isinstance(layer, nn.Conv2d) and layer.groups == 1 and (layer.kernel_size, layer.padding) != ((1, 1), (0, 0))
 
 
-def _is_plain_convolution(how: nn.Conv2d) -> bool:
-    alike = all(len(set(pair)) == 1 for pair in (how.stride, how.dilation)) and isinstance(how.padding, tuple)
-    depthwise = how.groups == how.in_channels == how.out_channels and how.bias is None
-    return alike and len(set(how.padding)) == 1 and how.padding_mode == "zeros" and (how.groups == 1 or depthwise)
+def _is_plain_convolution(layer: nn.Conv2d) -> bool:
+    square = all(len(set(pair)) == 1 for pair in (layer.stride, layer.dilation)) and isinstance(layer.padding, tuple)
+    depthwise = layer.groups == layer.in_channels == layer.out_channels and layer.bias is None
+    return (
+        square and len(set(layer.padding)) == 1 and layer.padding_mode == "zeros" and (layer.groups == 1 or depthwise)
+    )
 
 
 LAYERS: dict[type[nn.Module], tuple[type[Layer], Callable[..., bool]]] = {
-    nn.Linear: (Linear, lambda how: True),
+    nn.Linear: (Linear, lambda layer: True),
     nn.Conv2d: (Convolution, _is_plain_convolution),
-    nn.BatchNorm1d: (BatchNorm, lambda how: how.affine and how.momentum is not None),
-    nn.BatchNorm2d: (BatchNorm, lambda how: how.affine and how.momentum is not None),
-    nn.GroupNorm: (GroupNorm, lambda how: how.affine),
+    nn.BatchNorm1d: (BatchNorm, lambda layer: layer.affine and layer.momentum is not None),
+    nn.BatchNorm2d: (BatchNorm, lambda layer: layer.affine and layer.momentum is not None),
+    nn.GroupNorm: (GroupNorm, lambda layer: layer.affine),
 }
 
 
@@ -145,16 +149,16 @@ class ManyClients:
         order, back = [], torch.empty(layout.size, dtype=torch.long)
         for part in layout.weights:
             place = torch.arange(part.start, part.start + part.size).view(part.shape)
-            if len(part.shape) == 4 and _by_tap(layers[part.name.rpartition(".")[0]].how):
+            if len(part.shape) == 4 and _by_tap(layers[part.name.rpartition(".")[0]].original):
                 place = place.permute(2, 3, 0, 1)
             self.starts.append(width)
             self.shapes.append(place.shape)
             back[place.flatten()] = torch.arange(width, width + part.size)
             order += [place.flatten(), torch.zeros(-part.size % ALIGNED, dtype=torch.long)]
             width += part.size + len(order[-1])
-        device = next(iter(layers.values())).how.weight.device
+        device = next(iter(layers.values())).original.weight.device
         self._raised: Tensor | None = None
-        self.order = torch.cat(order).to(device)  # the stack's weights are vector[order], with gaps that mean nothing
+        self.order = torch.cat(order).to(device)  # the stack's weights are vector[order], with gaps of arbitrary values
         self.back = back.to(device)
         unused = torch.ones(width, dtype=torch.bool)
         unused[back] = False
@@ -162,14 +166,14 @@ class ManyClients:
 
     @classmethod
     def of(cls, module: nn.Module, layout: Layout) -> "ManyClients | None":
-        """Exchange the layers of a copy."""
+        """Replace the layers of a copy."""
         everything = dict(module.named_modules(remove_duplicate=False))
         owners = {name: m for name, m in everything.items() if [*m.parameters(False), *m.buffers(False)]}
         parameters = [parameter for _, parameter in module.named_parameters(remove_duplicate=False)]
         if "" in owners or not all(_is_ours(m) for m in owners.values()):
             return None
         if any(isinstance(m, _NormBase) and name not in owners for name, m in everything.items()):
-            return None  # it normalises over the batch, and has nothing by which it would be exchanged
+            return None  # it normalises over the batch, and without tensors it is not among the owners
         if len(set(map(id, owners.values()))) < len(owners) or len(set(map(id, parameters))) < len(parameters):
             return None
         if not all(parameter.requires_grad for parameter in parameters):
@@ -180,7 +184,7 @@ class ManyClients:
             original = many.get_submodule(name)
             layers[name] = LAYERS[type(original)][0](original)
             setattr(many.get_submodule(parent), child, layers[name])
-            for tensor in original.parameters():  # whoever reaches it another way than by its name shall notice
+            for tensor in original.parameters():  # a forward pass that uses the original by another reference gets NaN
                 tensor.detach().fill_(torch.nan)
         return cls(many, layers, layout)
 
@@ -190,7 +194,7 @@ class ManyClients:
         return [weights[:, start : start + shape.numel()].unflatten(1, shape) for start, shape in places]
 
     def _count(self, statistics: Tensor) -> None:
-        """Raise the counters of batches, all in one go."""
+        """Add one batch to all counters in one operation."""
         if self._raised is None:
             raised = torch.zeros(self.layout.statistics_size)
             for part in self.layout.statistics:
@@ -201,8 +205,8 @@ class ManyClients:
         statistics += self._raised.to(statistics.dtype)
 
     def __call__(self, pieces: Sequence[Tensor], statistics: Tensor, inputs: Tensor, slots: Sequence[Tensor]) -> Tensor:
-        """Outputs (clients, batch, …) for inputs (clients · batch, …). The statistics are moved in place; gradients
-        of the pieces that are large are written into their slots."""
+        """Outputs (clients, batch, …) for inputs (clients · batch, …). The statistics are updated in place;
+        gradients of large pieces are written into their slots."""
         clients = len(statistics)
         for part, tensor, slot in zip(self.layout.weights, pieces, slots):
             owner, _, name = part.name.rpartition(".")
@@ -217,14 +221,14 @@ class ManyClients:
         outputs: Tensor = self.module(inputs)
         if self.layout.statistics:
             self._count(statistics)
-        for layer in self.layers.values():  # what autograd needs of them it keeps itself
+        for layer in self.layers.values():  # autograd keeps its own references
             for name in ("weight", "bias", "slot", "running_mean", "running_var", "num_batches_tracked"):
                 vars(layer).pop(name, None)
         return outputs.reshape(clients, -1, *outputs.shape[1:])
 
 
 class Product(torch.autograd.Function):
-    """(clients, rows, in) times (clients, out, in). Autograd's own gradient of the weights lies transposed."""
+    """(clients, rows, in) times (clients, out, in). Autograd's own gradient of the weights would be transposed."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, slot: Tensor | None) -> Tensor:
@@ -236,7 +240,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        """The gradients of what it was given."""
+        """The gradients of its inputs."""
         rows, weight = ctx.saved_tensors
         back = torch.bmm(gradient, weight) if ctx.needs_input_grad[0] else None
         return back, torch.bmm(gradient.transpose(1, 2), rows, out=ctx.slot), None

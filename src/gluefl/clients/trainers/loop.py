@@ -1,4 +1,4 @@
-"""The reference trainer: one client after the other, a plain SGD loop over a module. Slow and easy to check."""
+"""The reference trainer: one client after the other, one step after the other. Slow and easy to check."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,60 +6,80 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gluefl.clients.rules import Job, LocalSGD, Loss, Outcome
+from gluefl.clients.cohort import Cohort, Job, Outcome
+from gluefl.clients.rules import Context, Final, LocalRule, Loss, Rule, TorchOptimizer, advance
 from gluefl.vectors.layout import Layout, split
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Trains with a module that is overwritten for every client."""
+    """Trains a module that is overwritten for every client. Runs every rule."""
 
     module: nn.Module
     layout: Layout
     transform: Callable[[Tensor], Tensor]
     loss: Loss
 
-    def train(
-        self,
-        weights: Tensor,
-        statistics: Tensor,
-        jobs: Sequence[Job],
-        sgd: LocalSGD,
-        lr: float,
-        frozen: Tensor | None,
-    ) -> Iterator[Outcome]:
+    def train(self, cohort: Cohort, jobs: Sequence[Job], rule: LocalRule) -> Iterator[Outcome]:
         """Client after client."""
         for job in jobs:
-            # What dropout draws depends on the job alone; the global generator is left as it was.
-            with torch.random.fork_rng(devices=[weights.device] if weights.is_cuda else []):
+            # Dropout depends on the job alone; the global generator is restored.
+            with torch.random.fork_rng(devices=[cohort.weights.device] if cohort.weights.is_cuda else []):
                 torch.manual_seed(job.seed)
-                outcome = self._train(weights, statistics, job, sgd, lr, frozen)
+                outcome = self.train_client(cohort, job, rule)
             yield outcome
 
-    def _train(
-        self, weights: Tensor, statistics: Tensor, job: Job, sgd: LocalSGD, lr: float, frozen: Tensor | None
-    ) -> Outcome:
-        self.layout.fill(self.module, weights, statistics)
+    def train_client(self, cohort: Cohort, job: Job, rule: LocalRule) -> Outcome:
+        """One client."""
+        self.layout.fill(self.module, cohort.weights, cohort.statistics)
         self.module.train()
+        context = cohort.context(job.client, rule, self.layout)
         named = dict(self.module.named_parameters())
         parameters = [named[part.name] for part in self.layout.weights]
-        start = [view for _, view in split(self.layout.weights, weights)]
-        movable = None if frozen is None else [view for _, view in split(self.layout.weights, ~frozen)]
-        velocity: list[Tensor] | None = None
-        losses = []
-        for batch in job.batches.to(weights.device):
+        losses: list[Tensor] = []
+        gradients = self._gradients(job, parameters, losses)
+        if isinstance(rule, TorchOptimizer):
+            final = self._by_optimizer(rule, context, parameters, gradients)
+        else:
+            final = self._by_rule(rule, context, parameters, gradients)
+        statistics = self.layout.flatten(self.module)[1][: self.layout.tracked_size]
+        return Outcome.of(job, final, statistics, float(torch.stack(losses).mean()))
+
+    def _gradients(self, job: Job, parameters: list[nn.Parameter], losses: list[Tensor]) -> Iterator[list[Tensor]]:
+        """The gradients of batch after batch, at the parameters that the module has then."""
+        for batch in job.batches.to(parameters[0].device):
             outputs = self.module(self.transform(job.samples.inputs[batch]))
             loss = self.loss(outputs, job.samples.labels[batch])
-            gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-            with torch.no_grad():
-                step = [
-                    g + sgd.weight_decay * p + sgd.proximal * (p - w) for g, p, w in zip(gradients, parameters, start)
-                ]
-                if movable is not None:
-                    step = [s * m for s, m in zip(step, movable)]
-                velocity = step if velocity is None else [sgd.momentum * v + s for v, s in zip(velocity, step)]
-                for parameter, v in zip(parameters, velocity):
-                    parameter.sub_(lr * v)
             losses.append(loss.detach())
-        trained, after = self.layout.flatten(self.module)
-        return Outcome(job.client, trained - weights, after, float(torch.stack(losses).mean()))
+            yield list(torch.autograd.grad(loss, parameters, materialize_grads=True))
+
+    def _by_rule(
+        self, rule: Rule, context: Context, parameters: list[nn.Parameter], gradients: Iterator[list[Tensor]]
+    ) -> Final:
+        state, weights = rule.init(context), context.start
+        for gradient in gradients:
+            with torch.no_grad():
+                flat = torch.cat([piece.reshape(-1).to(weights.dtype) for piece in gradient])
+                state, weights = advance(rule, state, weights, flat, context)
+                self._write(parameters, weights)
+        return rule.final(state, weights, context)
+
+    def _by_optimizer(
+        self, rule: TorchOptimizer, context: Context, parameters: list[nn.Parameter], gradients: Iterator[list[Tensor]]
+    ) -> Final:
+        optimizer = rule.factory(parameters, context.lr)
+        frozen = None if context.frozen is None else [piece for _, piece in split(self.layout.weights, context.frozen)]
+        for gradient in gradients:
+            for i, parameter in enumerate(parameters):
+                parameter.grad = gradient[i] if frozen is None else gradient[i].masked_fill(frozen[i], 0)
+            optimizer.step()
+            if context.frozen is not None:
+                weights = self.layout.flatten(self.module)[0]
+                self._write(parameters, torch.where(context.frozen, context.start, weights))
+        optimizer.zero_grad()
+        return Final(self.layout.flatten(self.module)[0] - context.start)
+
+    @torch.no_grad()
+    def _write(self, parameters: list[nn.Parameter], weights: Tensor) -> None:
+        for parameter, (_, piece) in zip(parameters, split(self.layout.weights, weights)):
+            parameter.copy_(piece)

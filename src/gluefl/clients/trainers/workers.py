@@ -10,18 +10,23 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from gluefl.accel.threads import available, pool_of
-from gluefl.clients.rules import Job, LocalSGD, Loss, Outcome
+from gluefl.clients.cohort import Cohort, Job, Outcome
+from gluefl.clients.rules import LocalRule, LocalSGD, Loss
+from gluefl.clients.trainers.loop import Loop
 from gluefl.vectors.layout import Layout, split
 
 
 @dataclass
 class Workers:
-    """Trains on `count` cores."""
+    """Trains on `count` cores: local SGD in place, other rules as the reference does."""
+
+    fuses: ClassVar = (LocalSGD,)
 
     module: nn.Module
     layout: Layout
@@ -32,31 +37,25 @@ class Workers:
     _pool: ThreadPoolExecutor | None = None
     _benches: SimpleQueue["Bench"] = field(default_factory=SimpleQueue)
 
-    def train(
-        self,
-        weights: Tensor,
-        statistics: Tensor,
-        jobs: Sequence[Job],
-        sgd: LocalSGD,
-        lr: float,
-        frozen: Tensor | None,
-    ) -> Iterator[Outcome]:
-        """Outcomes in the order of the jobs, as they are ready; the caller compresses while others train."""
+    def train(self, cohort: Cohort, jobs: Sequence[Job], rule: LocalRule) -> Iterator[Outcome]:
+        """Outcomes are returned as soon as they are ready: the caller compresses them while other clients train."""
         if self._pool is None:
             # In a thread of the pool torch uses one core; the cores are shared between clients instead.
             self._pool = pool_of(self.count)
-            self.channels_last = self.channels_last and self._takes_channels_last(jobs[0])
+            self.channels_last = self.channels_last and self._accepts_channels_last(jobs[0])
             for _ in range(self.count):
-                self._benches.put(Bench.of(copy.deepcopy(self.module), self.layout, self.channels_last))
+                self._benches.put(self._bench())
 
         def work(job: Job) -> Outcome:
             bench = self._benches.get()
             try:
-                return bench.train(weights, statistics, job, self.transform, self.loss, sgd, lr, frozen)
+                if isinstance(rule, LocalSGD) and type(rule) in self.fuses:
+                    return bench.train(cohort, job, rule)
+                return bench.loop.train_client(cohort, job, rule)
             finally:
                 self._benches.put(bench)
 
-        # Largest first, so that no core waits long for the last; few at a time, so that few results wait.
+        # The largest first, which balances the cores; few at a time, which bounds the memory of finished outcomes.
         waiting = deque(sorted(jobs, key=lambda job: -len(job.batches)))
         running: deque[Future[Outcome]] = deque()
         try:
@@ -68,8 +67,14 @@ class Workers:
             for future in running:
                 future.cancel()
 
+    def _bench(self) -> "Bench":
+        module = copy.deepcopy(self.module)
+        if self.channels_last:
+            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return Bench.of(Loop(module, self.layout, self.transform, self.loss), self.channels_last)
+
     @torch.no_grad()
-    def _takes_channels_last(self, job: Job) -> bool:
+    def _accepts_channels_last(self, job: Job) -> bool:
         # `x.view(len(x), -1)` after a convolution needs the channels first.
         module = copy.deepcopy(self.module).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = self.transform(job.samples.inputs[job.batches[0]])
@@ -82,58 +87,43 @@ class Workers:
 
 @dataclass(frozen=True)
 class Bench:
-    """One worker's module and the tensors it trains in place."""
+    """One worker's module and the tensors that it trains in place."""
 
-    module: nn.Module
-    layout: Layout
+    loop: Loop
     parameters: list[Tensor]
     buffers: list[Tensor]
     velocity: list[Tensor]
     channels_last: bool
 
     @classmethod
-    def of(cls, module: nn.Module, layout: Layout, channels_last: bool) -> "Bench":
+    def of(cls, loop: Loop, channels_last: bool) -> "Bench":
         """Prepare a module that belongs to one worker."""
-        if channels_last:
-            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        module.train()
-        named, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        parameters: list[Tensor] = [named[part.name] for part in layout.weights]
+        loop.module.train()
+        named, buffers = dict(loop.module.named_parameters()), dict(loop.module.named_buffers())
+        parameters: list[Tensor] = [named[part.name] for part in loop.layout.weights]
         return cls(
-            module,
-            layout,
+            loop,
             parameters,
-            [buffers[part.name] for part in layout.statistics],
+            [buffers[part.name] for part in loop.layout.statistics],
             [torch.zeros_like(parameter) for parameter in parameters],
             channels_last,
         )
 
-    def train(
-        self,
-        weights: Tensor,
-        statistics: Tensor,
-        job: Job,
-        transform: Callable[[Tensor], Tensor],
-        loss_of: Loss,
-        sgd: LocalSGD,
-        lr: float,
-        frozen: Tensor | None,
-    ) -> Outcome:
-        """One client."""
-        start = [view for _, view in split(self.layout.weights, weights)]
-        movable = None if frozen is None else [~view for _, view in split(self.layout.weights, frozen)]
-        with torch.no_grad():
-            torch._foreach_copy_(self.parameters, start)
-            for buffer, (_, view) in zip(self.buffers, split(self.layout.statistics, statistics)):
-                buffer.copy_(view if buffer.is_floating_point() else view.round())
+    def train(self, cohort: Cohort, job: Job, sgd: LocalSGD) -> Outcome:
+        """One client by local SGD."""
+        loop, layout = self.loop, self.loop.layout
+        lr = sgd.rate(cohort.round)
+        start = [piece for _, piece in split(layout.weights, cohort.weights)]
+        movable = None if cohort.frozen is None else [~piece for _, piece in split(layout.weights, cohort.frozen)]
+        self._fill(start, cohort.statistics)
         order = job.batches.reshape(-1)
-        inputs, labels = transform(job.samples.inputs[order]), job.samples.labels[order]
+        inputs, labels = loop.transform(job.samples.inputs[order]), job.samples.labels[order]
         if self.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         total, batch = torch.zeros(()), job.batches.shape[1]
         for step in range(len(job.batches)):
-            now = slice(step * batch, (step + 1) * batch)
-            loss = loss_of(self.module(inputs[now]), labels[now])
+            rows = slice(step * batch, (step + 1) * batch)
+            loss = loop.loss(loop.module(inputs[rows]), labels[rows])
             gradient = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
             with torch.no_grad():
                 if sgd.weight_decay:
@@ -150,5 +140,11 @@ class Bench:
                     torch._foreach_add_(self.velocity, gradient)
                 torch._foreach_add_(self.parameters, self.velocity, alpha=-lr)
             total += loss.detach()
-        trained, after = self.layout.flatten(self.module)
-        return Outcome(job.client, trained.sub_(weights), after, float(total) / len(job.batches))
+        trained, after = layout.flatten(loop.module)
+        return Outcome(job.client, trained.sub_(cohort.weights), after, float(total) / len(job.batches))
+
+    @torch.no_grad()
+    def _fill(self, start: list[Tensor], statistics: Tensor) -> None:
+        torch._foreach_copy_(self.parameters, start)
+        for buffer, (_, piece) in zip(self.buffers, split(self.loop.layout.statistics, statistics)):
+            buffer.copy_(piece if buffer.is_floating_point() else piece.round())

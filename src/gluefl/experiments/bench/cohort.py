@@ -44,7 +44,7 @@ def gluefl_round(
     module = model(workload).to(where)
     layout = Layout.of(module)
     weights, statistics_ = layout.flatten(module)
-    chosen = choose(trainer, module, layout, population, torch.nn.functional.cross_entropy, where)
+    chosen = choose(trainer, module, layout, population, torch.nn.functional.cross_entropy, where, SGD)
     engine = LocalEngine(population, chosen, SGD, seed=0, device=where)
     number = 0
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gluefl import models
-from gluefl.clients.rules import Job, LocalSGD, Outcome
+from gluefl.clients.cohort import Cohort, Job, Outcome
+from gluefl.clients.rules import LocalSGD
 from gluefl.clients.trainers.stacked import Stacked
 from gluefl.experiments.bench.cohort import alternate, pin
 from gluefl.experiments.bench.workloads import CLASSES, COHORT, SAMPLES, SGD
@@ -79,7 +80,7 @@ class _Work:
         self.jobs = [Job(i, Samples(inputs, labels), SGD.batches(rng, SAMPLES)) for i in range(cohort)]
         self.trainer = Stacked(module, layout, lambda x: x.float() / 255 - 0.5, torch.nn.functional.cross_entropy)
         if by_vmap:
-            self.trainer._many = None
+            self.trainer.layers = None
 
     def play(self, _: np.random.Generator) -> None:
         """All steps."""
@@ -92,7 +93,8 @@ class _Work:
 
     def _train(self, jobs: Sequence[Job], sgd: LocalSGD) -> list[Outcome]:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.tf32
-        return list(self.trainer.train(*self.start, jobs, sgd, sgd.lr, None))
+        cohort = Cohort(1, tuple(job.client for job in jobs), *self.start)
+        return list(self.trainer.train(cohort, jobs, sgd))
 
 
 def _apart(deltas: Tensor, exact: Tensor) -> float:

@@ -82,7 +82,7 @@ def setting(work: Work, folder: Path, devices: Devices | None = None) -> tuple[S
     population: Population = Noisy()
     module = (models.build(work.model, classes=62, channels=1) if work.model else model("w1")).to(device)
     layout = Layout.of(module)
-    trainer = choose("auto", module, layout, population, torch.nn.functional.cross_entropy, device)
+    trainer = choose("auto", module, layout, population, torch.nn.functional.cross_entropy, device, SGD)
     core = Core(
         seed=0,
         run=bytes(8),
