@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from gluefl.flower import GlueFLMod
-from gluefl.flower.device import Device
+from gluefl.flower.node_store import NodeStore
 from stubs import dyadic, mlp
 
 # Flower's processes set this when they start; without it no message can be made.
@@ -72,9 +72,9 @@ class Node:
         except Exception as error:  # Flower's SuperNode does the same
             return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
 
-    def device(self) -> Device:
+    def store(self) -> NodeStore:
         (run,) = self.folder.iterdir()
-        return Device(run / f"node-{self.place}")
+        return NodeStore(run / f"node-{self.place}")
 
 
 class Grid:
