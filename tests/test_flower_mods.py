@@ -58,13 +58,12 @@ def test_the_size_mods_work_outside_ours(tmp_path) -> None:
 def test_mods_that_alter_arrays_are_refused_outside_ours(tmp_path, outside) -> None:
     class Outside(Node):
         def handle(self, message):
-
             context = Context(1, 100, {"partition-id": self.place}, RecordDict(), {})
             return app([outside, GlueFLMod(folder=self.folder)])(message, context)
 
     grid_nodes = [Outside(place, tmp_path / f"device-{place}") for place in range(4)]
     server, _, _ = federation(tmp_path, nodes=grid_nodes, rounds=1, timeout=0.3)
-    # Flower's local DP mod answers its own reply, which nobody waits for; clipping answers the server.
+    # Flower's local DP mod replies to its own reply, so that the server gets none; clipping replies to the server.
     assert set(fates(server, 1).values()) <= {"failed", "unanswered"}
     assert server.session.journal.lines[0]["used"] == 0
     assert torch.equal(weights_of(initial_arrays()), server.session.state.weights)
