@@ -11,12 +11,14 @@ from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
-from gluefl.flower import GlueFLMod
-from gluefl.flower.device import Device
+from gluefl import GlueFL, Uniform
+from gluefl.flower import GlueFLMod, GlueFLStrategy
+from gluefl.flower.node_store import NodeStore
 from stubs import dyadic, mlp
 
 # Flower's processes set this when they start; without it no message can be made.
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+SAMPLER = Uniform(cohort=4)
 NORM = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
 
@@ -57,7 +59,8 @@ class Node:
 
     place: int
     folder: Path
-    mods: list[Any] = field(default_factory=list)
+    mods: list[Any] = field(default_factory=list)  # after ours
+    ours: dict[str, Any] = field(default_factory=dict)  # arguments of our mod
     trains: Callable[[Message, Context], Message] = train
     meddle: Callable[[int, Message], Message | list[Message] | None] = lambda round, reply: reply
     delay: Callable[[int], int] = lambda round: 0  # polls before an answer is there
@@ -66,15 +69,15 @@ class Node:
 
     def handle(self, message: Message) -> Message:
         context = Context(1, 100 + self.place, {"partition-id": self.place}, RecordDict(), {})
-        client = app([GlueFLMod(folder=self.folder), *self.mods], self.trains)
+        client = app([GlueFLMod(folder=self.folder, **self.ours), *self.mods], self.trains)
         try:
             return client(message, context)
         except Exception as error:  # Flower's SuperNode does the same
             return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
 
-    def device(self) -> Device:
+    def store(self) -> NodeStore:
         (run,) = self.folder.iterdir()
-        return Device(run / f"node-{self.place}")
+        return NodeStore(run / f"node-{self.place}")
 
 
 class Grid:
@@ -98,15 +101,15 @@ class Grid:
             node = self.nodes[message.metadata.dst_node_id - self.first_id]
             round = int(message.metadata.group_id)
             node.inbox.append(message)
-            found = node.meddle(round, node.handle(message))
-            found = found if isinstance(found, list) else [found]
-            self.replies += [(self.polls + 1 + node.delay(round), reply) for reply in found if reply is not None]
+            answer = node.meddle(round, node.handle(message))
+            answers = answer if isinstance(answer, list) else [answer]
+            self.replies += [(self.polls + 1 + node.delay(round), reply) for reply in answers if reply is not None]
         return ids
 
     def pull_messages(self, ids: Any) -> list[Message]:
         self.polls += 1
         wanted = set(ids)
-        # A duplicate is returned even when nobody asks for it any more: that is what is to be survived.
+        # A duplicate is returned even when it is no longer asked for: the server has to cope with it.
         ready = [(at, r) for at, r in self.replies if at <= self.polls]
         taken = [r for _, r in ready if r.metadata.reply_to_message_id in wanted or r.metadata.__dict__.get("_twice")]
         self.replies = [(at, r) for at, r in self.replies if all(r is not one for one in taken)]
@@ -120,3 +123,36 @@ def initial_arrays() -> ArrayRecord:
 def weights_of(arrays: ArrayRecord) -> torch.Tensor:
     """The trainable part, in the order of the module."""
     return torch.cat([t.reshape(-1) for n, t in arrays.to_torch_state_dict().items() if n not in NORM])
+
+
+def federation(tmp_path, count: int = 4, rounds: int = 3, sampler=SAMPLER, strategy=None, meddle=None, **parts):
+    """Run some rounds; `meddle` is (place, round, reply) → reply. Returns strategy, nodes and result."""
+    parts = {"timeout": 5.0, "seed": 5, "out": None, **parts}
+    timeout, grid_nodes, first_id = parts.pop("timeout"), parts.pop("nodes", None), parts.pop("first_id", 100)
+    grid_nodes = grid_nodes or [Node(place, tmp_path / f"device-{place}") for place in range(count)]
+    if meddle is not None:
+        for node in grid_nodes:
+            node.meddle = lambda round, reply, place=node.place: meddle(place, round, reply)
+    server = GlueFLStrategy(sampler, strategy or GlueFL(regenerate_every=4), **parts)
+    result = server.start(Grid(grid_nodes, first_id), initial_arrays(), num_rounds=rounds, timeout=timeout)
+    return server, grid_nodes, result
+
+
+def check_replicas(server, grid_nodes) -> list[int]:
+    """Every node's replica is the server's model of the version it says, bit for bit."""
+    versions = []
+    for node in grid_nodes:
+        if node.folder.exists():
+            replica, _ = node.store().replica()
+            assert replica.hash == server.session.hashes[replica.version]
+            versions.append(replica.version)
+    return versions
+
+
+def fates(server, round: int) -> dict[int, str]:
+    clients = server.session.journal.lines[round - 1]["clients"]
+    return dict(zip(clients["id"], clients["fate"]))
+
+
+def incidents(server, round: int) -> list[dict]:
+    return server.session.journal.lines[round - 1]["incidents"]

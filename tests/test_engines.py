@@ -91,9 +91,11 @@ def test_what_is_wrong_with_data_is_said_when_it_is_trained_on() -> None:
 def test_threads_of_our_own_leave_the_others_theirs() -> None:
     program = """
 import threading, torch
-from gluefl.accel.cores import beside, quiet_pool
+from gluefl.accel.resources import resources
+from gluefl.accel.threads import submit, pool_of
 before = torch.get_num_threads()
-inside = [quiet_pool(2).submit(torch.get_num_threads).result(), beside(torch.get_num_threads).result()]
+with resources():
+    inside = [pool_of(2).submit(torch.get_num_threads).result(), submit(torch.get_num_threads).result()]
 later = []
 thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
 thread.start(), thread.join()
@@ -101,7 +103,7 @@ print(before, inside, later, torch.get_num_threads())
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.strip() in ("2 [1, 1] [2] 2", "2 [1, 2] [2] 2")  # on one core nothing is beside
+    assert done.stdout.strip() in ("2 [1, 1] [2] 2", "2 [1, 2] [2] 2")  # with one core the caller does it
 
 
 @pytest.mark.parametrize("room, asked_again", [(10**9, set()), (0, {3, 5, 8})])

@@ -73,7 +73,7 @@ def test_nobody_arriving_changes_nothing_and_is_counted():
     lines = journal(SAMPLERS["sticky"], Quitters("edge", "always"), rounds=3)
     assert [line["used"] for line in lines] == [0, 0, 0]
     assert [line["update_density"] for line in lines] == [0, 0, 0]
-    assert all("nobody arrived" in line["notes"][0] for line in lines)
+    assert all("no client arrived" in line["notes"][0] for line in lines)
     assert [line["clock_s"] for line in lines] == [4.0, 8.0, 12.0]
     assert all(staleness is None for line in lines for staleness in line["clients"]["staleness"])  # never synchronised
 

@@ -20,13 +20,13 @@ def _kills():
 def changed_lines() -> list[str]:
     quickstart = ROOT / "examples" / "flower-quickstart"
     pairs = [("ordinary/quickstart", "quickstart"), ("ordinary/pyproject.toml", "pyproject.toml")]
-    found = []
+    lines = []
     for old, new in pairs:
         done = subprocess.run(
             ["diff", "-ru", "-x", "__pycache__", quickstart / old, quickstart / new], capture_output=True, text=True
         )
-        found += [line for line in done.stdout.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    return found
+        lines += [line for line in done.stdout.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    return lines
 
 
 def test_an_app_adopts_gluefl_in_ten_lines() -> None:

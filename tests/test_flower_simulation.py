@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("flwr")
-pytest.importorskip("ray")
 
 from flower_nodes import Grid, Node, initial_arrays
 from gluefl import GlueFL
@@ -37,8 +37,34 @@ run_simulation(server, app([gluefl_mod]), {nodes}, backend_config={{"client_reso
 """
 
 
+class InMemoryGrid(Grid):
+    """By this name of Flower's grid the strategy recognises a simulation."""
+
+
+def on_disks_of_their_own(tmp_path: Path) -> list[str]:
+    """The versions of a federation whose nodes each keep a replica."""
+    nodes = [Node(place, tmp_path / str(place)) for place in range(NODES)]
+    server = GlueFLStrategy(Sticky(4, 6, 3), GlueFL(), seed=5)
+    server.start(Grid(nodes), initial_arrays(), num_rounds=ROUNDS)
+    return [line["hash"] for line in server.session.journal.lines]
+
+
+def test_nodes_of_a_simulation_share_the_newest_version(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))  # as inside its actors
+    nodes = [Node(place, tmp_path / "unused") for place in range(NODES)]
+    server = GlueFLStrategy(Sticky(4, 6, 3), GlueFL(), out=tmp_path / "run", seed=5)
+    server.start(InMemoryGrid(nodes), initial_arrays(), num_rounds=ROUNDS)
+    lines = server.session.journal.lines
+    assert [line["used"] for line in lines] == [4] * ROUNDS and not any(line["incidents"] for line in lines)
+    kept = [path.name for path in (tmp_path / "run" / "simulation").rglob("*.safetensors")]
+    assert kept.count("replica.safetensors") == 1 and kept.count("pending.safetensors") >= 4
+    assert not (tmp_path / "unused").exists()
+    assert [line["hash"] for line in lines] == on_disks_of_their_own(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_simulation_keeps_versions_only(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
     code = CODE.format(tests=str(ROOT / "tests"), out=str(tmp_path / "run"), rounds=ROUNDS, nodes=NODES)
     offline = {
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -58,7 +84,4 @@ def test_a_simulation_keeps_versions_only(tmp_path: Path) -> None:
     assert not (tmp_path / "home" / ".gluefl").exists()
 
     # Client i is partition i: nodes with disks of their own, in the same places, come to the same versions.
-    nodes = [Node(place, tmp_path / str(place)) for place in range(NODES)]
-    server = GlueFLStrategy(Sticky(4, 6, 3), GlueFL(), seed=5)
-    server.start(Grid(nodes), initial_arrays(), num_rounds=ROUNDS)
-    assert [line["hash"] for line in server.session.journal.lines] == [line["hash"] for line in lines]
+    assert [line["hash"] for line in lines] == on_disks_of_their_own(tmp_path)

@@ -213,10 +213,11 @@ def test_the_expected_share_against_simulated_masks() -> None:
     members, ledger, shares = sampler.init(pool, rng), Ledger.init(d), list[float]()
     for t in range(1, rounds + 1):
         invited = [client for group in sampler.invite(members, pool, rng) for client in group.clients]
-        shares += [float(ledger.missing(ledger.base(client)).float().mean()) for client in invited]
+        shares += [ledger.missing(ledger.base(client)).density for client in invited]
         delta = torch.from_numpy(scale * rng.standard_normal(d).astype(np.float32))
         sent, _ = strategy.compress(delta, Task(t, strategy.mask(state, t), 1.0, space), None)
-        state, update = strategy.aggregate(state, [Upload(0, 1.0, sent, torch.zeros(0), 0.0)], t)
+        total = strategy.combine(state, [Upload(0, 1.0, sent, torch.zeros(0))], t)
+        state, update = strategy.aggregate(state, total, t)
         ledger = ledger.synchronised(invited).publish(ledger.changed_by(update))
         members = sampler.settle(members, invited, rng)
     expected = download_share(staleness(sampler, clients, rounds), missing_share(q, q_shared, every, rounds))

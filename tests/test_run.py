@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform
-from gluefl.accel.cores import overtaking, started
+from gluefl.accel.resources import resources
+from gluefl.accel.streams import on_side_stream, recorded
 from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator
@@ -26,16 +27,17 @@ from gluefl.clients.residuals import Residuals
 from gluefl.clients.residuals import file as record_file
 from gluefl.clients.rules import LocalSGD
 from gluefl.clients.trainers.loop import Loop
-from gluefl.core.federation import Ahead
 from gluefl.core.optimizer import Server
 from gluefl.errors import DataError, GlueFLError, UsageError
-from gluefl.experiments.bench.round import setting
+from gluefl.experiments.bench.round import Work, setting
 from gluefl.fleet import Fleet
 from gluefl.randomness import stream
 from gluefl.simulation import run as run_module
+from gluefl.simulation.lookahead import LookAhead, Trained
 from gluefl.simulation.round import play
 from gluefl.storage.journal import mean_accuracy, reached_round, read
 from gluefl.vectors.layout import Layout
+from gluefl.vectors.mask import Mask
 from runs import KILLED_AT, ROUNDS, options, small_run
 from stubs import Blobs, mlp
 
@@ -205,7 +207,7 @@ def test_a_killed_process_and_a_resumed_one_give_the_same_run(name, number, undi
     else:
         assert child.returncode == 1 and saved["round"] == KILLED_AT
         assert f"interrupted after round {KILLED_AT} of {ROUNDS}" in child.stderr and "--resume" in child.stderr
-    assert saved["residuals"]["length"] > 0  # they are on disk, not in the state
+    assert saved["stores"]["residuals"]["length"] > 0  # they are on disk, not in the state
     small_run(out=folder, resume=True, **STRATEGIES[name])
     assert written(folder) == undisturbed(name)
 
@@ -320,7 +322,7 @@ def test_another_configuration_is_not_resumed(change, tmp_path) -> None:
 
 def test_another_model_is_not_resumed(tmp_path) -> None:
     small_run(out=tmp_path / "run", rounds=3)
-    with pytest.raises(GlueFLError, match="180 weights, the model of this configuration has 164"):
+    with pytest.raises(GlueFLError, match="the module or its initial weights changed"):
         small_run(out=tmp_path / "run", resume=True, model=mlp())
 
 
@@ -385,17 +387,17 @@ class Forgetful(FedAvg):
         return self.state
 
     def mask(self, state, round):
-        return torch.ones(180, dtype=torch.bool)
+        return Mask(torch.ones(180, dtype=torch.bool))
 
 
 @dataclass(frozen=True)
-class Words:
-    text: str = "hello"
+class Nested:
+    inside: tuple
 
 
-@pytest.mark.parametrize("state", [{"a": 1}, [1, 2], Words()])
+@pytest.mark.parametrize("state", [{1: "a"}, [1, 2], Nested((1, {2})), Nested((1, object()))])
 def test_a_state_that_cannot_be_saved_is_refused_before_anything_is_written(state, tmp_path) -> None:
-    with pytest.raises(GlueFLError, match="a checkpoint holds a frozen dataclass of tensors"):
+    with pytest.raises(GlueFLError, match="a checkpoint holds trees of frozen dataclasses"):
         small_run(out=tmp_path / "run", strategy=Forgetful(state), sampler=Uniform(4))
     assert not (tmp_path / "run").exists()
 
@@ -415,13 +417,19 @@ def test_to_look_ahead_on_a_gpu_changes_nothing(name, trainer, tmp_path, monkeyp
     fleet = Fleet("edge", "diurnal", seed=3, down_factor=1e-4, up_factor=1e-4)
     on_gpu = replace(STRATEGIES[name].get("options", options()), trainer=trainer, device="cuda")
     setting = {**STRATEGIES[name], "devices": fleet, "options": on_gpu}
-    taken, take = [], Ahead.take
-    monkeypatch.setattr(Ahead, "take", lambda *arguments: taken.append(take(*arguments)) or taken[-1])
+    taken, train_ = [], Trained.train
+
+    def noted(engine, cohort):
+        expected = engine.guess.cohort
+        taken.append(expected is not None and expected.clients == cohort.clients)
+        return train_(engine, cohort)
+
+    monkeypatch.setattr(Trained, "train", noted)
     with pytest.raises(Crash):
         small_run(out=tmp_path / "ahead", callbacks=[crash], **setting)
     ahead = small_run(out=tmp_path / "ahead", resume=True, **setting)
-    assert sum(training is not None for training in taken) > ROUNDS / 2
-    monkeypatch.setattr("gluefl.simulation.round.works_by_itself", lambda device: False)
+    assert sum(taken) > ROUNDS / 2
+    monkeypatch.setattr("gluefl.simulation.run.player", lambda device: play)
     plain = small_run(out=tmp_path / "plain", **setting)
     assert timeless(ahead.journal) == timeless(plain.journal)
     one, two = (load_file(next((tmp_path / f / "checkpoint").glob("*.safetensors"))) for f in ("ahead", "plain"))
@@ -438,31 +446,31 @@ def test_evaluations_and_checkpoints_go_past_what_a_gpu_is_busy_with(tmp_path) -
         store[1] = torch.ones(180, device=device)
         torch.cuda.synchronize()
         torch.cuda._sleep(10**9 if busy else 1)  # half a second
-        event = started(device)
-        with overtaking(device, "evaluation"):
+        event = recorded(device)
+        with on_side_stream(device, "evaluation"):
             evaluator(*vectors)
         store.checkpoint()
         assert not busy or not event.query()
 
 
 @pytest.mark.gpu
-def test_to_look_ahead_takes_no_room_for_another_cohort(tmp_path, monkeypatch) -> None:
-    def peak_bytes() -> int:
-        f, state = setting("cuda", "", 1.3, tmp_path)
-        for number in range(6):
-            if number == 2:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            state, _ = play(f, state)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - 4 * f.space.size * len(f.residuals)
+def test_to_look_ahead_takes_no_memory_for_another_cohort(tmp_path) -> None:
+    def peak_bytes(player) -> int:
+        with resources():
+            sim, state = setting(Work("cuda", "", 1.3), tmp_path)
+            for number in range(6):
+                if number == 2:
+                    torch.cuda.synchronize()
+                    torch.cuda.reset_peak_memory_stats()
+                state, _ = player(sim, state)
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - 4 * sim.core.space.size * len(sim.residuals)
 
     peaks = []
-    for ahead in (False, True):
-        monkeypatch.setattr("gluefl.simulation.round.works_by_itself", lambda device, ahead=ahead: ahead)
+    for player in (play, LookAhead()):
         gc.collect()
         torch.cuda.empty_cache()
-        peaks.append(peak_bytes())
+        peaks.append(peak_bytes(player))
     assert peaks[1] - peaks[0] < 30 * 4 * 1_690_046  # masks and packages, but not one cohort's updates beside another's
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from federations import LAYOUT, Engine, federation
+from federations import LAYOUT, Engine, measured, simulation
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform
-from gluefl.simulation.channel import Measured
-from gluefl.simulation.round import invite, play
+from gluefl.simulation.arrivals import invite
+from gluefl.simulation.round import play
 from stubs import twin
 
 D, CLIENTS = LAYOUT.size, 64
@@ -34,7 +34,7 @@ SAMPLERS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_thirty_rounds_give_the_same_bits(name, sampling) -> None:
     strategy, naive = PAIRS[name]
-    f, state = federation(strategy, SAMPLERS[sampling], CLIENTS, channel=Measured())
+    f, state = simulation(strategy, SAMPLERS[sampling], CLIENTS, channel=measured)
     server = twin.Server(state.weights.numpy().copy(), naive())
     for round in range(1, 31):
         _, groups = invite(f, state, round)

@@ -46,7 +46,7 @@ def client_app(with_mod: bool) -> ClientApp:
 def measure(name: str, parameters: int, nodes: int, cohort: int, rounds: int) -> dict[str, Any]:
     side = int(parameters**0.5)
     model = {f"layer{i}": torch.zeros(side // 10, side) for i in range(10)}
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     sticky = Sticky(cohort, 2 * cohort, cohort * 4 // 5)
     strategies = {
         NAMES[0]: lambda: FlowersFedAvg(fraction_train=cohort / nodes, fraction_evaluate=0.0),
@@ -69,13 +69,13 @@ def measure(name: str, parameters: int, nodes: int, cohort: int, rounds: int) ->
         if isinstance(strategy, GlueFLStrategy):
             lines = strategy.session.journal.lines[2:]
             down, up = (statistics.mean(line[key] for line in lines) for key in ("down_bytes", "up_bytes"))
-        found.update(seconds=statistics.median(seconds), down_mb=down / 1e6, up_mb=up / 1e6)
+        measured.update(seconds=statistics.median(seconds), down_mb=down / 1e6, up_mb=up / 1e6)
 
     # Two cores, one simulated node on each.
     run_simulation(
         server_app, client_app(name != NAMES[0]), nodes, backend_config={"client_resources": {"num_cpus": 1}}
     )
-    return found
+    return measured
 
 
 def main() -> None:

@@ -140,34 +140,34 @@ class Loopback:
 
     def replicas(self) -> dict[int, tuple[int, str]]:
         """Version and hash of every node's replica, as they lie on its disk."""
-        found = {}
+        replicas = {}
         for node in range(self.nodes):
             for path in self.work.glob(f"device-{node}/*/node-*/replica.safetensors"):
                 with safe_open(path, framework="pt") as file:
                     version = int(file.metadata()["version"])
                     hash_ = wire.replica_hash(file.get_tensor("weights"), file.get_tensor("statistics"))
-                found[node] = version, hash_.hex()
-        return found
+                replicas[node] = version, hash_.hex()
+        return replicas
 
     def wrong_replicas(self) -> list[int]:
         """Nodes that do not hold the server's model of the version they say."""
         hashes = json.loads((self.work / "run" / "federation.json").read_text())["hashes"]
-        return [node for node, (version, found) in self.replicas().items() if hashes[str(version)] != found]
+        return [node for node, (version, hash_) in self.replicas().items() if hashes[str(version)] != hash_]
 
 
 def family(pid: int) -> list[int]:
     """A process and all that descend from it."""
-    parents: dict[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        parents.setdefault(int(fields[1]), []).append(int(path.parent.name))
-    found = [pid]
-    for one in found:
-        found += parents.get(one, [])
-    return found
+        children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    processes = [pid]
+    for process in processes:
+        processes += children.get(process, [])
+    return processes
 
 
 def free_ports(count: int) -> int:

@@ -12,6 +12,6 @@ except ImportError as error:
 
 from gluefl.core.sampling import Sticky, Uniform
 from gluefl.flower.mod import GlueFLMod, gluefl_mod
-from gluefl.flower.strategy import GlueFLStrategy
+from gluefl.flower.server import GlueFLStrategy
 
 __all__ = ["GlueFLMod", "GlueFLStrategy", "Sticky", "Uniform", "gluefl_mod"]

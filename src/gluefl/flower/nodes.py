@@ -1,35 +1,38 @@
-"""The nodes of a federation as the clients 0 … N−1 of our samplers, and what was measured of them."""
+"""The nodes of a federation as the clients 0 … N−1 of our samplers."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flwr.serverapp import Grid
 
-from gluefl.fleet import Trip
+from gluefl.core.sampling import Pool
 
 POLL_S = 0.2
 
 
 @dataclass
 class Nodes:
-    """Who has ever been seen in this run. A place, once given, stays: a node that leaves may come back.
+    """The nodes that were ever connected in this run. A node keeps its place: one that leaves may come back.
 
-    Places are given in the order of registration. With node keys a node is known by its key, so that it keeps its
-    place when the SuperLink forgets its id; in a simulation, whose keys are random, by its place.
+    Places are given in the order of registration. With node keys a node is recognised by its key, so that it keeps
+    its place when the SuperLink forgets its id; in a simulation, whose keys are random, by its number.
     """
 
+    grid: Grid
     simulated: bool = False
     places: dict[str, int] = field(default_factory=dict)  # key → client
     ids: dict[int, int] = field(default_factory=dict)  # client → node id, as last seen
     online: frozenset[int] = frozenset()
-    trips: dict[int, Trip] = field(default_factory=dict)  # of the round in progress
-    grid: Grid | None = None
-    timed: bool = True
+
+    @property
+    def pool(self) -> Pool:
+        """N is the number of nodes seen so far; those that are connected can be invited."""
+        size, online = len(self.places), self.online
+        return Pool(size, lambda client: 1 / size, lambda client: client in online)
 
     def refresh(self) -> list[int]:
-        """Ask who is connected; returns those seen for the first time."""
-        assert self.grid is not None
+        """Ask the SuperLink who is connected; returns the clients seen for the first time."""
         infos = sorted(self.grid.get_nodes(), key=lambda info: (info.registered_at, info.node_id))
         new = []
         online = set()
@@ -44,7 +47,7 @@ class Nodes:
         return new
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until enough nodes are there."""
+        """Poll until a condition on the nodes holds or the time is up; returns whether it holds."""
         ends = time.monotonic() + timeout_s
         while True:
             self.refresh()
@@ -53,24 +56,6 @@ class Nodes:
             if time.monotonic() > ends:
                 return False
             time.sleep(POLL_S)
-
-    def is_online(self, clock_s: float) -> Callable[[int], bool]:
-        """Who is connected at this moment."""
-        return lambda client: client in self.online
-
-    def next_change_s(self, clock_s: float) -> float:
-        """Nobody is connected: wait a little and look again."""
-        time.sleep(5 * POLL_S)
-        self.refresh()
-        return clock_s + 5 * POLL_S
-
-    def trip(self, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int) -> Trip:
-        """What was measured. Flower does not tell download, training and upload apart: all is compute."""
-        return self.trips[client]
-
-    def node_ids(self, clients: Iterable[int]) -> list[int]:
-        """Flower's ids of clients."""
-        return [self.ids[client] for client in clients]
 
 
 def _key(info: object) -> str:

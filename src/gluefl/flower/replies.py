@@ -1,4 +1,4 @@
-"""One reply, looked at with suspicion: what it says, and whether anything of it may enter the model."""
+"""One reply of a node: what it says, and whether its upload may enter the model. Nothing in it is trusted."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from flwr.app import Message
 
 from gluefl import wire
 from gluefl.errors import WireError
-from gluefl.flower import content
+from gluefl.flower.messages import BODY, UPLOAD, digest, is_ours, read_array, read_said
 
 Fate = Literal["good", "held", "needs model", "failed", "refused"]
 LONGEST_REASON = 300
@@ -27,38 +27,45 @@ class Sent:
 
 
 @dataclass(frozen=True)
+class Received:
+    """An upload that passed all checks."""
+
+    body: wire.Body
+    loss: float
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Answer:
-    """What became of a message. `holds` is the version the node proved to hold."""
+    """What became of a message: "good" has an upload, "held" has none and was not asked for one."""
 
     sent: Sent
     fate: Fate
     why: str = ""
-    holds: int | None = None
-    header: wire.Header | None = None
-    body: wire.Body | None = None
-    up_bytes: int = 0
-    digest: str = ""
+    holds: int | None = None  # the version that the node has proved to hold
+    upload: Received | None = None
 
 
 def read_reply(message: Message, sent: Sent, expected: wire.Expected | None) -> Answer:
-    """Decode a reply to a message; without `expected`, only the version the node holds is of interest."""
+    """Decode a reply to a message; without `expected`, only the version that the node holds is read."""
     try:
         if message.has_error():
             return Answer(sent, "failed", f"error {message.error.code}: {message.error.reason}"[:LONGEST_REASON])
         return _read(message, sent, expected)
     except WireError as error:
         return Answer(sent, "refused", str(error)[:LONGEST_REASON])
-    except Exception as error:  # a reply is foreign bytes: whatever it breaks, the round goes on without it
+    except Exception as error:  # bytes from another machine: whatever they cause, the round continues without them
         return Answer(sent, "refused", f"{type(error).__name__}: {error}"[:LONGEST_REASON])
 
 
 def _read(message: Message, sent: Sent, expected: wire.Expected | None) -> Answer:
-    if not content.is_ours(message):
+    if not is_ours(message):
         raise WireError("the reply was not made by gluefl_mod: add it to the ClientApp's mods, before all others")
-    rest = sum(record.count_bytes() for name, record in message.content.items() if name != content.BODY)
+    rest = sum(record.count_bytes() for name, record in message.content.items() if name != BODY)
     if rest > LONGEST_REST:
         raise WireError(f"{rest} bytes beside the upload; {LONGEST_REST} are allowed")
-    said = content.read_said(message.content)
+    said = read_said(message.content)
     if said.needs_model is not None:
         return Answer(sent, "needs model", said.needs_model[:LONGEST_REASON])
     if (said.version, said.hash) != (sent.version, sent.hash.hex()):
@@ -70,15 +77,17 @@ def _read(message: Message, sent: Sent, expected: wire.Expected | None) -> Answe
         return Answer(sent, "held", holds=sent.version)
     if said.round != sent.round:
         raise WireError(f"a reply for round {said.round}, round {sent.round} was asked for")
-    data = content.read_array(message.content, content.UPLOAD, expected.longest)
+    return Answer(sent, "good", holds=sent.version, upload=_read_upload(message, sent, expected))
+
+
+def _read_upload(message: Message, sent: Sent, expected: wire.Expected) -> Received:
+    data = read_array(message.content, UPLOAD, expected.longest)
     header, body = wire.decode(data, expected)
-    found = (header.round, header.base, header.version, header.hash)
-    if found != (sent.round, sent.version, sent.version, sent.hash):
+    announced = (header.round, header.base, header.version, header.hash)
+    if announced != (sent.round, sent.version, sent.version, sent.hash):
         raise WireError(f"an upload of round {header.round} on version {header.base} in a reply for round {sent.round}")
     if not bool(torch.isfinite(body.update.values).all() & torch.isfinite(body.statistics).all()):
         raise WireError("values that are NaN or infinite")
     if not math.isfinite(header.loss):
         raise WireError("a loss that is NaN or infinite")
-    return Answer(
-        sent, "good", holds=sent.version, header=header, body=body, up_bytes=len(data), digest=content.digest(data)
-    )
+    return Received(body, header.loss, len(data), digest(data))

@@ -1,277 +1,187 @@
-"""The server's side of a run on Flower: its state, its packages, its journal and its checkpoints."""
+"""The server's side of a run on Flower: the core and its state, the nodes, the journal and the checkpoints."""
 
-import json
-import os
-import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
+from flwr.app import ArrayRecord
 
-from gluefl import wire
-from gluefl.clients.residuals import Residuals
-from gluefl.core.federation import Federation, State, start
-from gluefl.core.optimizer import Server
 from gluefl.core.records import Played, record
-from gluefl.core.replica import Replica
-from gluefl.core.sampling import Group, Pool, Sampler
-from gluefl.errors import GlueFLError, UsageError
-from gluefl.flower import content
+from gluefl.core.replica import Replica, remembered_hash
+from gluefl.core.sampling import Group
+from gluefl.core.server import Aggregate, Closed, Core, State, aggregate, publish, start
+from gluefl.errors import GlueFLError
 from gluefl.flower.arrays import Table
-from gluefl.flower.bodies import Bodies, Elsewhere
-from gluefl.flower.device import Device
 from gluefl.flower.exchange import Exchange
+from gluefl.flower.node_store import NodeStore
 from gluefl.flower.nodes import Nodes
-from gluefl.simulation.channel import Parcel
-from gluefl.simulation.round import aggregate, check_finite, encoded_updates, packages, publish
+from gluefl.flower.replies import Received
+from gluefl.flower.run_folder import Saved, settings_of
+from gluefl.randomness import stream
 from gluefl.storage import checkpoint
 from gluefl.storage.journal import Journal, Line
-from gluefl.strategies import Space, Strategy, Upload
-from gluefl.strategies.registry import STRATEGIES
+from gluefl.strategies import Upload
+from gluefl.vectors.sparse import Sparse
+
+WAIT_S = 1.0  # between two attempts to invite, while no node is connected
+MOST_WAITS = 10_000
+NOT_FINITE = "Every upload is finite, their sum is not: lower the learning rate of the app or of the server."
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Who is invited, and the clients that were seen for the first time."""
+
+    clock_s: float
+    groups: tuple[Group, ...]
+    joined: list[int]
 
 
 @dataclass
 class Session:
-    """One run: what stays the same (`federation`), what a round changes (`state`), and what it knows of the nodes."""
+    """One run: what stays the same (`core`), what a round changes (`state`), and what the server knows of the nodes."""
 
-    federation: Federation
+    core: Core
     state: State
     nodes: Nodes
     table: Table
-    folder: Path | None
-    store: Path | None  # in a simulation, where nodes find the newest version
     journal: Journal
+    folder: Path | None = None
+    store: Path | None = None  # in a simulation, where nodes find the newest version
     accepted: dict[int, tuple[int, str]] = field(default_factory=dict)  # client → round and digest of its last used one
-    arrays_name: str = "arrays"
+    hashes: dict[int, bytes] = field(default_factory=dict)  # of every version
 
     @property
-    def hashes(self) -> dict[int, bytes]:
-        """The hash of every version."""
-        return self.channel.hashes
+    def arrays(self) -> ArrayRecord:
+        """The newest version of the model."""
+        return self.table.arrays(self.state.weights, self.state.statistics)
 
-    @property
-    def channel(self) -> Bodies:
-        """Where packages are encoded."""
-        channel = self.federation.channel
-        assert isinstance(channel, Bodies)
-        return channel
-
-    def told(self, client: int, base: int | None) -> content.Told:
-        """What a node is told beside its package; names and shapes only with the whole model."""
-        return content.Told(
-            run=self.federation.run.hex(),
-            client=client,
-            arrays=self.arrays_name,
-            strategy=described(self.federation.strategy),
-            accepted=self.accepted.get(client, (0, None))[1],
-            table=self.table.to_json() if base is None else None,
-            store=str(self.store.absolute()) if self.store else None,
+    def invite(self, round: int) -> Invitation:
+        """Draw the clients of a round from the connected nodes; while there is none, wait."""
+        clock_s, before = self.state.clock_s, len(self.nodes.places)
+        for attempt in range(MOST_WAITS):
+            self.nodes.refresh()
+            rng = stream(self.core.seed, "invite", round, attempt)
+            groups = self.core.sampler.invite(self.state.sampler, self.nodes.pool, rng)
+            if any(group.clients for group in groups):
+                return Invitation(clock_s, groups, list(range(before, len(self.nodes.places))))
+            time.sleep(WAIT_S)
+            clock_s += WAIT_S
+        raise GlueFLError(
+            f"round {round}: no node was connected for {MOST_WAITS * WAIT_S:.0f} s. Start the SuperNodes, then the app "
+            "again: with the same folder the run goes on."
         )
 
-    def pack(self, groups: Sequence[Group], shared: wire.Shared, round: int) -> dict[int, tuple[Parcel, Any]]:
-        """For every invited client: its parcel, charged with all that is sent, and the records of its message."""
-        packed, channel = {}, self.channel
-        missing = encoded_updates(self.state, groups, shared, {})
-        for client, parcel in packages(self.federation, self.state, groups, missing, round).items():
-            key = (parcel.header.version, parcel.header.base, shared.packed.count)
-            assert parcel.data is not None
-            records, extra = content.package(
-                self.told(client, parcel.header.base), parcel.data, channel.encoded[key][1]
-            )
-            packed[client] = replace(parcel, size_bytes=parcel.size_bytes + extra), records
-        return packed
-
-    def forget(self, clients: Iterable[int]) -> None:
-        """These nodes hold nothing that can be built on."""
-        self._hold(dict.fromkeys(clients))
-
-    def settle(self, exchange: Exchange) -> Line:
-        """Close a round: aggregate what is good of it, publish the next version, and write everything down."""
-        f, state, round = self.federation, self.state, exchange.round
+    def close_round(self, exchange: Exchange) -> Line:
+        """Aggregate the uploads of a round and publish the next version; returns the line of the journal."""
         exchange.close()
-        assert exchange.shared is not None
-        settled = {
-            c: w for g in exchange.groups for c, w in g.settled([c for c in g.clients if c in exchange.used]).items()
-        }
-        uploads = []
-        for client in sorted(exchange.used):
-            answer = exchange.used[client]
-            assert answer.body is not None and answer.header is not None
-            uploads.append(
-                Upload(client, settled[client], answer.body.update, answer.body.statistics, answer.header.loss)
-            )
-        up_bytes = {client: exchange.used[client].up_bytes for client in sorted(exchange.used)}
-        try:
-            aggregated = aggregate(f, state, uploads, round)
-            check_finite(bool(aggregated.finite), round)
-        except GlueFLError as error:
-            # Each upload was finite and their sum is not. The round counts as one in which nobody arrived.
-            exchange.note(None, "refused", str(error))
-            uploads, up_bytes = [], {}
-            aggregated = aggregate(f, state, uploads, round)
-        self.nodes.trips = dict(exchange.trips)
-        written = record(
-            f,
-            state,
-            Played(
-                round=round,
-                clock_s=exchange.clock_s,
-                groups=exchange.groups,
-                parcels=exchange.parcels,
-                trips=exchange.trips,
-                uploads=uploads,
-                up_bytes=up_bytes,
-                expected_up_bytes=state.up_bytes or 0,
-                shared=exchange.shared,
-                update=aggregated.update,
-            ),
-        )
-        self._hold(exchange.holds)
-        unused = exchange.parcels.keys() - up_bytes.keys()
-        self.state = publish(f, self.state, round, written.clock_s, aggregated, (), up_bytes, unused)
-        self.accepted |= {client: (round, exchange.used[client].digest) for client in up_bytes}
+        uploads, result = self._aggregate(exchange)
+        written = record(self.core, self.state, _played(self.state, exchange, uploads, result.update))
+        self.note_holders(exchange.holds)
+        up_bytes = {client: upload.size_bytes for client, upload in uploads.items()}
+        # The holders are those that have proved it (`note_holders`): who merely was sent a package may not have got it.
+        closed = Closed(exchange.round, written.clock_s, (), up_bytes, exchange.parcels.keys() - up_bytes.keys())
+        self.state = publish(self.core, self.state, result, closed)
+        self.accepted |= {client: (exchange.round, upload.digest) for client, upload in uploads.items()}
         line = written.line
-        fates = {c: "refused" if fate == "used" and c not in up_bytes else fate for c, fate in exchange.fates.items()}
-        line["clients"]["fate"] = [fates[client] for client in exchange.parcels]
-        return line | {
-            "incidents": exchange.incidents,
-            "nodes": len(self.nodes.places),
-            "hash": self.publish_version().hex(),
-        }
+        line["clients"]["fate"] = [_fate(exchange, client, uploads) for client in exchange.parcels]
+        line |= {"incidents": exchange.incidents, "nodes": len(self.nodes.places)}
+        return line | {"hash": self.publish_version().hex()}
 
-    def evaluated(self, exchange: Exchange) -> None:
-        """Remember who downloaded the version for an evaluation."""
-        exchange.close()
-        self._hold(exchange.holds)
+    def _aggregate(self, exchange: Exchange) -> tuple[dict[int, Received], Aggregate]:
+        """The uploads that count, in the order of the clients, and what they amount to."""
+        received, round = dict(sorted(exchange.uploads.items())), exchange.round
+        weights: dict[int, float] = {}
+        for group in exchange.groups:  # a client of a group that is short of its quota weighs more
+            weights |= group.settled([client for client in group.clients if client in received])
+        uploads = [Upload(c, weights[c], one.body.update, one.body.statistics) for c, one in received.items()]
+        try:
+            result = aggregate(self.core, self.state, uploads, round)
+            if bool(result.finite):
+                return received, result
+            why = f"round {round}: the update is not finite. {NOT_FINITE}"
+        except GlueFLError as error:
+            why = str(error)
+        # The round counts as one in which no client arrived.
+        exchange.note(None, "refused", why)
+        return {}, aggregate(self.core, self.state, [], round)
 
-    def publish_version(self) -> bytes:
-        """The hash of the newest version; a simulation also puts the version where its nodes find it."""
-        version, weights, statistics = self.state.ledger.version, self.state.weights, self.state.statistics
-        self.channel.encoded.clear()
-        if self.store is not None:
-            Device(self.store).keep(Replica(weights, statistics, version), self.table)
-        return self.channel.hash(version, weights, statistics)
-
-    def save(self, line: Line) -> None:
-        """Journal first, then the nodes, then the state: whatever moment the server is killed at, it can go on."""
-        self.journal.append(line)
-        if self.folder is not None:
-            remember(self)
-            checkpoint.save(self.folder / "checkpoint", self.state, self.federation.residuals)
-
-    def grow(self) -> list[int]:
-        """Look who is there. N is the number of nodes seen so far; new ones enter the pool of the next draw."""
-        new = self.nodes.refresh()
-        size = len(self.nodes.places)
-        self.federation = replace(self.federation, pool=Pool(size, lambda client: 1 / size))
-        return new
-
-    def _hold(self, holds: dict[int, int | None]) -> None:
+    def note_holders(self, holds: Mapping[int, int | None]) -> None:
+        """Enter into the ledger which version nodes have proved to hold; None for a node that must start anew."""
         held = dict(self.state.ledger.held)
         for client, version in holds.items():
             if version is None:
                 held.pop(client, None)
             else:
-                # An answer that comes late may speak of an older version than one that has been heard of since.
+                # A late answer may name an older version than an answer that was received before it.
                 held[client] = max(version, held.get(client, version))
         self.state = replace(self.state, ledger=replace(self.state.ledger, held=held))
 
+    def publish_version(self) -> bytes:
+        """The hash of the newest version; a simulation also writes the version where its nodes find it."""
+        version, weights, statistics = self.state.ledger.version, self.state.weights, self.state.statistics
+        if self.store is not None:
+            NodeStore(self.store).write_replica(Replica(weights, statistics, version), self.table)
+        return remembered_hash(self.hashes, version, weights, statistics)
 
-def described(strategy: Strategy) -> dict[str, Any]:
-    """A strategy by its name and parameters, as a node can build it."""
-    name = next((name for name, kind in STRATEGIES.items() if type(strategy) is kind), type(strategy).__name__)
-    return {"name": name, **asdict(strategy)}  # type: ignore[call-overload]
-
-
-def remember(session: Session) -> None:
-    """What a checkpoint does not hold: the run's name, the nodes' places, accepted rounds, hashes."""
-    assert session.folder is not None
-    known = {
-        "run": session.federation.run.hex(),
-        "settings": settings(session.federation, session.table),
-        "places": session.nodes.places,
-        "accepted": {str(client): list(last) for client, last in session.accepted.items()},
-        "hashes": {str(version): hash_.hex() for version, hash_ in session.hashes.items()},
-    }
-    temporary = session.folder / "federation.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(known, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, session.folder / "federation.json")
-
-
-def settings(f: Federation, table: Table) -> dict[str, Any]:
-    """What must be the same for a run to go on."""
-    parts: dict[str, Any] = {"sampler": f.sampler, "server": f.server}
-    return {
-        "seed": f.seed,
-        "layout": table.layout.fingerprint.hex(),
-        "strategy": described(f.strategy),
-        **{name: {"name": type(part).__name__, **asdict(part)} for name, part in parts.items()},
-    }
-
-
-def recall(folder: Path | None) -> dict[str, Any] | None:
-    """What `remember` wrote, None where nothing was written."""
-    if folder is None or not checkpoint.exists(folder / "checkpoint"):
-        return None
-    try:
-        known: dict[str, Any] = json.loads((folder / "federation.json").read_text(encoding="utf-8"))
-        return known
-    except (OSError, ValueError) as error:
-        raise GlueFLError(f"{folder}/federation.json is damaged ({error}). Start the run in another folder.") from error
+    def save(self, line: Line) -> None:
+        """Journal first, then the nodes, then the state: a server that is killed at any moment can go on."""
+        self.journal.append(line)
+        if self.folder is not None:
+            settings = settings_of(self.core)
+            Saved(self.core.run, settings, self.nodes.places, self.accepted, self.hashes).write(self.folder)
+            checkpoint.save(self.folder / "checkpoint", self.state)
 
 
 def open_session(
-    strategy: Strategy,
-    sampler: Sampler,
-    server: Server,
-    seed: int,
+    core: Core,
     nodes: Nodes,
     table: Table,
-    weights: Tensor,
-    statistics: Tensor,
+    initial: ArrayRecord,
     folder: Path | None,
     store: Path | None,
+    saved: Saved | None,
 ) -> Session:
-    """A new run, or the one that the folder holds."""
-    known = recall(folder)
+    """A new run, or the one that was saved in the folder."""
+    state = start(core, nodes.pool, *table.flatten(initial))
+    session = Session(core, state, nodes, table, Journal(folder / "journal.jsonl" if folder else None), folder, store)
     if folder is not None:
+        checkpoint.check(state)
         folder.mkdir(parents=True, exist_ok=True)
-    size = len(nodes.places)
-    federation = Federation(
-        seed=seed,
-        run=bytes.fromhex(known["run"]) if known else secrets.token_bytes(8),
-        layout=table.layout,
-        space=Space(tuple(part.size for part in table.layout.weights)),
-        pool=Pool(size, lambda client: 1 / size),
-        sampler=sampler,
-        strategy=strategy,
-        server=server,
-        devices=nodes,
-        engine=Elsewhere(),
-        channel=Bodies(table, {int(v): bytes.fromhex(h) for v, h in known["hashes"].items()} if known else {}),
-        residuals=Residuals(table.layout.size, folder / "checkpoint" if folder else None),
-    )
-    if known and json.loads(json.dumps(settings(federation, table))) != known["settings"]:
-        raise UsageError(
-            f"{folder} holds a run with other settings; it cannot go on with these. Choose another folder.\n"
-            f"  there: {json.dumps(known['settings'])}\n  now:   {json.dumps(settings(federation, table))}"
-        )
-    state = start(federation, weights, statistics)
-    journal = Journal(folder / "journal.jsonl" if folder else None)
-    if known:
-        assert folder is not None
-        state = checkpoint.load(folder / "checkpoint", state, federation.residuals)
-        journal.cut(state.round)
-    session = Session(federation, state, nodes, table, folder, store, journal)
-    if known:
-        # What was written after the checkpoint belongs to a round that is played again.
-        session.accepted = {int(c): (r, digest) for c, (r, digest) in known["accepted"].items() if r <= state.round}
-        for version in [v for v in session.hashes if v > state.ledger.version]:
-            del session.hashes[version]
+        if saved is not None:
+            saved.check(core, folder)
+            _restore(session, folder, saved)
     session.publish_version()
     return session
+
+
+def _restore(session: Session, folder: Path, saved: Saved) -> None:
+    """Go back to the checkpoint: what was written after it belongs to a round that is played again."""
+    session.state = checkpoint.load(folder / "checkpoint", session.state)
+    session.journal.cut(session.state.round)
+    round, version = session.state.round, session.state.ledger.version
+    session.accepted = {client: last for client, last in saved.accepted.items() if last[0] <= round}
+    session.hashes = {known: hash_ for known, hash_ in saved.hashes.items() if known <= version}
+
+
+def _played(state: State, exchange: Exchange, uploads: Mapping[int, Received], update: Sparse) -> Played:
+    return Played(
+        round=exchange.round,
+        clock_s=exchange.clock_s,
+        groups=exchange.groups,
+        parcels=exchange.parcels,
+        trips=exchange.trips,
+        losses={client: upload.loss for client, upload in uploads.items()},
+        supports=[upload.body.update.support for upload in uploads.values()],
+        up_bytes={client: upload.size_bytes for client, upload in uploads.items()},
+        expected_up_bytes=state.up_bytes or 0,
+        shared=exchange.shared,
+        update=update,
+    )
+
+
+def _fate(exchange: Exchange, client: int, uploads: Mapping[int, Received]) -> str:
+    """What became of a client; its upload may have been refused only when all were added up."""
+    fate = exchange.fates[client]
+    return "refused" if fate == "used" and client not in uploads else fate

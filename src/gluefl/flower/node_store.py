@@ -1,7 +1,7 @@
-"""What a node keeps on its own disk: its replica of the model, and what it did not send yet.
+"""What a node writes to its disk: its replica of the model, and what its uploads left out.
 
-Every file is written beside the old one and switched to in one step; it carries a hash or a checksum. A file
-that was damaged counts as lost: the server then sends the whole model, and the residual starts from nothing.
+Every file is written beside the old one, which it then replaces in one step; it carries a hash or a checksum. A
+damaged file counts as lost: the server then sends the whole model, and the residual starts from zero.
 """
 
 import os
@@ -18,18 +18,19 @@ from gluefl.errors import WireError
 from gluefl.flower.arrays import Table
 from gluefl.storage.checkpoint import write_tensors
 
-KEPT_RUNS = 2  # a node forgets the runs before these
+KEPT_RUNS = 2  # the folders of earlier runs are deleted
+REPLICA, RESIDUAL, PENDING = "replica.safetensors", "residual.safetensors", "pending.safetensors"
 
 
 @dataclass(frozen=True)
-class Device:
+class NodeStore:
     """The folder of one node in one run."""
 
     folder: Path
 
     @classmethod
-    def of(cls, root: Path, run: str, client: int) -> "Device":
-        """Open the folder, and forget runs that are long over."""
+    def open(cls, root: Path, run: str, client: int) -> "NodeStore":
+        """Make the folder if it does not exist, and then delete those of old runs."""
         folder = root / run / f"node-{client}"
         if not folder.exists():
             folder.mkdir(parents=True)
@@ -40,8 +41,8 @@ class Device:
         return cls(folder)
 
     def replica(self) -> tuple[Replica, Table] | None:
-        """The model this node holds and what its parts are called, None if it holds none."""
-        tensors, notes = _load(self.folder / "replica.safetensors")
+        """The model this node holds and the names of its arrays, None if it holds none."""
+        tensors, notes = _load(self.folder / REPLICA)
         try:
             table = Table.from_json(notes["table"])
             replica = Replica(tensors["weights"], tensors["statistics"], int(notes["version"]))
@@ -51,27 +52,27 @@ class Device:
         fits = sizes == (table.layout.size, table.layout.statistics_size)
         return (replica, table) if fits and replica.hash.hex() == notes.get("hash") else None
 
-    def keep(self, replica: Replica, table: Table) -> None:
+    def write_replica(self, replica: Replica, table: Table) -> None:
         """Hold this version from now on."""
         tensors = {"weights": replica.weights, "statistics": replica.statistics}
         notes = {"version": str(replica.version), "table": table.to_json(), "hash": replica.hash.hex()}
-        _save(self.folder / "replica.safetensors", tensors, notes)
+        _save(self.folder / REPLICA, tensors, notes)
 
-    def settle(self, accepted: str | None) -> Tensor | None:
-        """Commit what the last upload left over if that is the one that was used, else drop it; what is left now."""
-        pending, residual = self.folder / "pending.safetensors", self.folder / "residual.safetensors"
+    def commit_residual(self, accepted: str | None) -> Tensor | None:
+        """The residual as of the upload that the server used last: the pending one counts only if it is of that."""
+        pending, residual = self.folder / PENDING, self.folder / RESIDUAL
         if accepted is not None and _notes(pending).get("upload") == accepted:
             os.replace(pending, residual)
         pending.unlink(missing_ok=True)
         tensors, notes = _load(residual)
-        left_over = tensors.get("residual")
-        return left_over if left_over is not None and notes.get("checksum") == _checksum(left_over) else None
+        values = tensors.get("residual")
+        return values if values is not None and notes.get("checksum") == _checksum(values) else None
 
-    def leave(self, round: int, upload: str, residual: Tensor) -> None:
-        """What an upload leaves over: it counts once the server says that this upload was used."""
-        path = self.folder / "pending.safetensors"
+    def write_pending(self, round: int, upload: str, residual: Tensor) -> None:
+        """What an upload left out. It counts once the server says that this upload was used."""
+        path = self.folder / PENDING
         if int(_notes(path).get("round", -1)) > round:
-            return  # a straggler of an older round has just ended
+            return  # the task of an older round has ended only now
         _save(path, {"residual": residual}, {"round": str(round), "upload": upload, "checksum": _checksum(residual)})
 
 
@@ -101,5 +102,5 @@ def _notes(path: Path) -> dict[str, str]:
 
 
 def _checksum(values: Tensor) -> str:
-    # Against damage, not against forgery: the device is the node's own.
+    # Against damage, not against forgery: the disk is the node's own.
     return f"{zlib.crc32(values.contiguous().numpy().data):08x}"

@@ -1,7 +1,7 @@
-"""What our messages look like inside Flower's: one ConfigRecord of ours, one uint8 array, and the user's records.
+"""What our messages look like inside Flower's: a ConfigRecord and a uint8 array of ours, and the records of the app.
 
 The body of a package is the same for all nodes that hold the same version. It travels as an array of its own, so
-that Flower's object store takes it once; the header, which differs from node to node, travels in the ConfigRecord.
+that Flower's object store holds it once; the header, which differs from node to node, travels in the ConfigRecord.
 """
 
 import hashlib
@@ -29,11 +29,12 @@ class Told:
 
     run: str  # hex
     client: int  # the node's place in this run
+    seed: int  # of the run: both sides draw the same random stream for a client and a round
     arrays: str  # the name under which the app expects the model
     strategy: dict[str, Any]  # name and parameters: the client's half runs with the server's values
     accepted: str | None  # the digest of the node's last upload that was used
     table: str | None = None  # names and shapes, with a whole model
-    store: str | None = None  # in a simulation: where the server keeps its versions
+    store: str | None = None  # in a simulation: where the server keeps its newest version
 
 
 @dataclass(frozen=True)
@@ -48,34 +49,33 @@ class Said:
 
 def package(told: Told, header: bytes, body: Array) -> tuple[RecordDict, int]:
     """The records of a task, and the bytes that are not the package itself."""
-    text = json.dumps({k: v for k, v in asdict(told).items() if v is not None}, separators=(",", ":"))
+    text = _text(told)
     ours = ConfigRecord({"task": text, "header": header})
     return RecordDict({OURS: ours, BODY: ArrayRecord({PACKAGE: body})}), len(text)
 
 
-def read_package(content: RecordDict) -> tuple[Told, bytes]:
+def read_package(records: RecordDict) -> tuple[Told, bytes]:
     """What a node was told, and the package, which is not yet checked."""
-    told = _read(Told, content, "task")
-    if told.client < 0 or len(bytes.fromhex(told.run)) != 8:
-        raise WireError("the task names no run or no client")
-    header = content.config_records[OURS].get("header")
+    told: Told = _read(Told, records, "task")
+    if told.client < 0 or told.seed < 0 or len(bytes.fromhex(told.run)) != 8:
+        raise WireError("the task names no run, no client or no seed")
+    header = records.config_records[OURS].get("header")
     if not isinstance(header, bytes) or len(header) != wire.HEADER_BYTES:
         raise WireError("the task carries no header")
-    return told, header + read_array(content, PACKAGE, None)
+    return told, header + read_array(records, PACKAGE, None)
 
 
 def upload(said: Said, data: bytes | None) -> RecordDict:
     """The records of an answer."""
-    text = json.dumps({k: v for k, v in asdict(said).items() if v is not None}, separators=(",", ":"))
-    records = RecordDict({OURS: ConfigRecord({"answer": text})})
+    records = RecordDict({OURS: ConfigRecord({"answer": _text(said)})})
     if data is not None:
         records[BODY] = ArrayRecord({UPLOAD: to_array(data)})
     return records
 
 
-def read_said(content: RecordDict) -> Said:
+def read_said(records: RecordDict) -> Said:
     """What a node says of itself."""
-    said: Said = _read(Said, content, "answer")
+    said: Said = _read(Said, records, "answer")
     return said
 
 
@@ -90,36 +90,41 @@ def digest(data: bytes) -> str:
 
 
 def to_array(data: bytes) -> Array:
-    """Bytes as an array; a ConfigRecord would do for small ones only."""
+    """Bytes as an array: a ConfigRecord is meant for small values."""
     return Array(np.frombuffer(data, np.uint8))
 
 
-def read_array(content: RecordDict, name: str, longest: int | None) -> bytes:
-    """The bytes of an array of ours; its length is checked before it is looked at. Never unpickles."""
-    if name not in content.array_records.get(BODY, ArrayRecord()):
+def read_array(records: RecordDict, name: str, longest: int | None) -> bytes:
+    """The bytes of an array of ours. The length is checked before the content is read; nothing is unpickled."""
+    if name not in records.array_records.get(BODY, ArrayRecord()):
         raise WireError(f"the message has no array '{name}'")
-    array = content.array_records[BODY][name]
+    array = records.array_records[BODY][name]
     if longest is not None and len(array.data) > longest + NPY_HEADER_BYTES:
         raise WireError(f"a message of {len(array.data)} bytes; {longest} are allowed here")
     try:
         values = array.numpy()
-    except Exception as error:  # whatever numpy finds wrong with bytes from elsewhere
+    except Exception as error:  # bytes from another machine: numpy may raise anything
         raise WireError(f"the array '{name}' cannot be read: {error}") from error
     if values.dtype != np.uint8 or values.ndim != 1:
         raise WireError(f"the array '{name}' is {values.dtype} of {values.ndim} dimensions, flat bytes were expected")
     return bytes(values.tobytes())
 
 
-def _read(kind: Any, content: RecordDict, name: str) -> Any:
-    text = content.config_records.get(OURS, ConfigRecord()).get(name)
+def _text(fields: Told | Said) -> str:
+    present = {name: value for name, value in asdict(fields).items() if value is not None}
+    return json.dumps(present, separators=(",", ":"))
+
+
+def _read(kind: Any, records: RecordDict, name: str) -> Any:
+    text = records.config_records.get(OURS, ConfigRecord()).get(name)
     if not isinstance(text, str) or len(text) > LONGEST_TEXT:
         raise WireError(f"the message carries no {name} of gluefl")
     try:
-        found = kind(**{**dict.fromkeys(OPTIONAL & kind.__annotations__.keys()), **json.loads(text)})
-        for field, of in kind.__annotations__.items():
-            value = getattr(found, field)
-            if not isinstance(value, getattr(of, "__origin__", of)):
+        fields = kind(**{**dict.fromkeys(OPTIONAL & kind.__annotations__.keys()), **json.loads(text)})
+        for field, annotation in kind.__annotations__.items():
+            value = getattr(fields, field)
+            if not isinstance(value, getattr(annotation, "__origin__", annotation)):
                 raise TypeError(f"{field} is {value!r}")
     except (ValueError, TypeError) as error:
         raise WireError(f"the {name} of a message cannot be read: {error}") from error
-    return found
+    return fields

@@ -1,0 +1,108 @@
+"""The messages of a round: a header for every node, one body for all nodes that hold the same version."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from flwr.app import Array, ConfigRecord, Message
+
+from gluefl import wire
+from gluefl.core.records import Parcel
+from gluefl.core.sampling import Group
+from gluefl.core.server import Packages, bodies_for, header, invited, packages
+from gluefl.flower.messages import Told, package, to_array
+from gluefl.flower.run_folder import described_strategy
+from gluefl.flower.session import Session
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What a message looks like to Flower and to the app."""
+
+    kind: str  # Flower's message type
+    config: ConfigRecord
+    arrays_key: str  # the name under which the app expects the model
+    config_key: str
+    ttl_s: float
+
+
+@dataclass(frozen=True)
+class EncodedBody:
+    """The body of a package as bytes, and as the array that all its messages share."""
+
+    data: bytes
+    array: Array
+    density: float
+
+
+@dataclass(frozen=True)
+class Outbox:
+    """Makes the messages of one round, or of one evaluation."""
+
+    session: Session
+    round: int
+    envelope: Envelope
+    packages: Packages
+    weights: Mapping[int, float]  # ν_i
+    encoded: dict[int | None, EncodedBody] = field(default_factory=dict)  # by the version a node holds
+
+    @classmethod
+    def for_training(cls, session: Session, round: int, groups: Sequence[Group], envelope: Envelope) -> "Outbox":
+        """The packages of a round, with the strategy's shared mask."""
+        bases = map(session.state.ledger.base, invited(groups))
+        return cls(session, round, envelope, packages(session.core, session.state, bases, round), _weights(groups))
+
+    @classmethod
+    def for_evaluation(cls, session: Session, round: int, groups: Sequence[Group], envelope: Envelope) -> "Outbox":
+        """The packages of an evaluation, which needs no shared mask: no upload follows."""
+        core, state = session.core, session.state
+        shared = wire.Shared(core.space.mask(False))
+        bodies = bodies_for(core, state, map(state.ledger.base, invited(groups)), shared)
+        sent = Packages(shared, bodies, dict(zip(bodies, wire.encode_positions([*bodies.values()]))))
+        return cls(session, round, envelope, sent, _weights(groups))
+
+    def message(self, client: int) -> tuple[Parcel, Message]:
+        """The message to a node, and its parcel, charged with all that is sent."""
+        core, state, hashes = self.session.core, self.session.state, self.session.hashes
+        head = header(core, state, client, self.weights[client], hashes[state.ledger.version])
+        base_hash = wire.NO_HASH if head.base is None else hashes.get(head.base, wire.NO_HASH)
+        head = replace(head, round=self.round, base_hash=base_hash)
+        body = self._body(head.base)
+        data = wire.encode(head, body.data, core.layout.size, core.layout.statistics_size)
+        records, beside_bytes = package(self._told(client, head.base), data[: wire.HEADER_BYTES], body.array)
+        envelope = self.envelope
+        records[envelope.config_key] = ConfigRecord({**envelope.config, "server-round": self.round})
+        node_id, group_id = self.session.nodes.ids[client], str(self.round)
+        message = Message(records, node_id, envelope.kind, ttl=envelope.ttl_s, group_id=group_id)
+        return Parcel(head, len(data) + beside_bytes, body.density), message
+
+    def whole_model(self, client: int) -> tuple[Parcel, Message]:
+        """The message to a node that cannot use its package."""
+        self.session.note_holders({client: None})
+        return self.message(client)
+
+    def _body(self, base: int | None) -> EncodedBody:
+        if base not in self.encoded:
+            body, encoding = self.packages.bodies.get(base), self.packages.encodings.get(base)
+            if body is None:  # the whole model, which no node was sent at first
+                body = bodies_for(self.session.core, self.session.state, [base], self.packages.shared)[base]
+            data = wire.encode_body(body, encoding)
+            self.encoded[base] = EncodedBody(data, to_array(data), body.update.density)
+        return self.encoded[base]
+
+    def _told(self, client: int, base: int | None) -> Told:
+        """What a node is told beside its package; names and shapes only with the whole model."""
+        session = self.session
+        return Told(
+            run=session.core.run.hex(),
+            client=client,
+            seed=session.core.seed,
+            arrays=self.envelope.arrays_key,
+            strategy=described_strategy(session.core.strategy),
+            accepted=session.accepted.get(client, (0, None))[1],
+            table=session.table.to_json() if base is None else None,
+            store=str(session.store.absolute()) if session.store else None,
+        )
+
+
+def _weights(groups: Sequence[Group]) -> dict[int, float]:
+    return {client: weight for group in groups for client, weight in zip(group.clients, group.weights)}
