@@ -100,9 +100,7 @@ def _with_test_set(named: dict[str, NDArray[Any]], where: object) -> dict[str, N
         return {
             "inputs": np.concatenate([named["inputs"], named["test_inputs"]]),
             "labels": np.concatenate([named["labels"], named["test_labels"]]),
-            "owners": np.concatenate(
-                [owners, np.repeat(owners[:1], sizes[1])]
-            ),  # placeholders
+            "owners": np.concatenate([owners, np.repeat(owners[:1], sizes[1])]),  # placeholders
             "test": np.repeat([False, True], sizes),
         }
     except ValueError as error:

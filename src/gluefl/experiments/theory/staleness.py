@@ -52,9 +52,7 @@ def missing_share(q: float, q_shared: float, regenerate_every: int | None, round
     later = np.arange(rounds, dtype=np.float64)
     if regenerate_every is None:
         return _chance(fresh + later * unique)
-    fewer = (
-        later // regenerate_every
-    )  # regenerations among them: this number, or one more, by the phase
+    fewer = later // regenerate_every  # regenerations among them: this number, or one more, by the phase
     more = later % regenerate_every / regenerate_every
     few, many = (_chance(fresh * (1 + n) + unique * np.maximum(later - n, 0)) for n in (fewer, fewer + 1))
     return (1 - more) * few + more * many
