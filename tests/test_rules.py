@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gluefl import FedAvg, LocalSGD
-from gluefl.clients.cohort import Cohort, Job, Outcome, Prefetching, prefetch
+from gluefl.clients.cohort import Cohort, Job, Outcome, prefetch
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.rules import Context, Final, Rule, Schedule, TorchOptimizer
 from gluefl.clients.trainers.choice import choose
@@ -389,7 +389,6 @@ def test_prefetching_is_optional_for_an_engine() -> None:
         def work(self, client: int) -> int:
             return 1
 
-    assert not isinstance(Elsewhere(), Prefetching)
     prefetch(Elsewhere(), [1, 2], 1)
     module = mlp()
     engine = LocalEngine(

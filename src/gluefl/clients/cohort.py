@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,7 +63,11 @@ class Outcome:
 
 
 class Engine(Protocol):
-    """Trains cohorts, on this machine or elsewhere. Pass one of your own to `train`."""
+    """Trains cohorts, on this machine or elsewhere.
+
+    An engine may also have `prepare(clients, round)`, which fetches data before it is certain which of these clients
+    will train.
+    """
 
     def train(self, cohort: Cohort) -> Iterator[Outcome]:
         """One outcome per client, in any order. Nothing of it may be remembered: a round may be trained again, with
@@ -75,19 +79,11 @@ class Engine(Protocol):
         ...
 
 
-@runtime_checkable
-class Prefetching(Protocol):
-    """An engine that can fetch data before it is known which of the invited clients will train."""
-
-    def prepare(self, clients: Iterable[int], round: int) -> None:
-        """Fetch the data of these clients, which are likely to train in this round."""
-        ...
-
-
 def prefetch(engine: Engine, clients: Iterable[int], round: int) -> None:
-    """Announce likely clients to an engine that makes use of it."""
-    if isinstance(engine, Prefetching):
-        engine.prepare(clients, round)
+    """Tell an engine that has `prepare` which clients are likely to train in a round."""
+    prepare = getattr(engine, "prepare", None)
+    if prepare is not None:
+        prepare(clients, round)
 
 
 class Trainer(Protocol):
