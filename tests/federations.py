@@ -41,9 +41,6 @@ class Engine:
             moved = delta if cohort.frozen is None else torch.where(cohort.frozen, 0.0, delta)
             yield Outcome(client, moved, self.statistics(cohort.round, client), 0.5)
 
-    def prepare(self, clients, round):
-        pass
-
     def work(self, client: int) -> int:
         return 200
 
