@@ -227,7 +227,8 @@ def test_interrupted_runs_leave_checkpoints_and_say_how_many_are_done(command: s
     )
     folder = tmp_path / "out" / ("unbiased-1" if command == "study" else "fedavg-1")
     deadline = time.monotonic() + 60
-    while not (folder / "journal.jsonl").exists() and time.monotonic() < deadline:
+    journal = folder / "journal.jsonl"  # it has a line once the run handles signals itself
+    while not (journal.exists() and journal.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
