@@ -197,7 +197,7 @@ def test_staleness_with_over_commitment_against_a_simulation(over_commitment) ->
             ages += [t - last[client]] if client in last else []
             last[client] = t
         used = [client for group in groups for client in rng.permutation(group.clients)[: group.quota].tolist()]
-        state = sampler.settle(state, used, rng)
+        state = sampler.next_state(state, used, rng)
     found = np.bincount(ages, minlength=41)[1:41] / len(ages)
     assert found == pytest.approx(staleness(sampler, clients, 40), abs=0.006)
 
@@ -219,7 +219,7 @@ def test_the_expected_share_against_simulated_masks() -> None:
         total = strategy.combine(state, [Upload(0, 1.0, sent, torch.zeros(0))], t)
         state, update = strategy.aggregate(state, total, t)
         ledger = ledger.synchronised(invited).publish(ledger.changed_by(update))
-        members = sampler.settle(members, invited, rng)
+        members = sampler.next_state(members, invited, rng)
     expected = download_share(staleness(sampler, clients, rounds), missing_share(q, q_shared, every, rounds))
     assert np.mean(shares) == pytest.approx(expected, abs=0.05)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gluefl import FedAvg, LocalSGD
+from gluefl import FedAvg, LocalSGD, Uniform
 from gluefl.clients.cohort import Cohort, Job, Outcome, prefetch
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.rules import Context, Final, Rule, Schedule, TorchOptimizer
@@ -379,6 +379,33 @@ def test_a_run_learns_by_any_rule(rule) -> None:
     result = small_run(rounds=12, strategy=FedAvg(), training=rule, options=Options())
     losses = [line["loss"] for line in result.journal]
     assert result.summary["trainer"] == "workers" and losses[-1] < losses[0]
+
+
+def test_a_rule_keeps_memory_per_client_and_pays_for_its_second_vector(tmp_path) -> None:
+    """c travels with the statistics, c_i stays with its client, also when a run is resumed."""
+    rule = replace(RULES["scaffold"], share=4 / 40)
+    parts = {"strategy": FedAvg(), "sampler": Uniform(4), "training": rule, "rounds": 12}
+    whole = small_run(**parts)
+    plain = small_run(**{**parts, "training": LocalSGD(4, batch=8, lr=0.05)})
+    size = whole.summary["parameters"]
+    for ours, theirs in zip(whole.journal, plain.journal):
+        assert ours["up_bytes"] == theirs["up_bytes"] + 4 * 4 * size  # four clients, four bytes an entry
+        assert ours["down_bytes"] == theirs["down_bytes"] + 4 * 4 * size
+    small_run(out=tmp_path / "run", **{**parts, "rounds": 6})
+    assert (tmp_path / "run" / "checkpoint" / "memories").exists()
+    resumed = small_run(out=tmp_path / "run", resume=True, **parts)
+    forgetful = small_run(**{**parts, "training": Forgetful(4, batch=8, lr=0.05, share=4 / 40)})
+    expected, other = whole.module.state_dict(), forgetful.module.state_dict()
+    for name, tensor in resumed.module.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    assert any(not torch.equal(other[name], tensor) for name, tensor in expected.items())
+
+
+class Forgetful(Scaffold):
+    """Every client starts with c_i = 0 again."""
+
+    def step(self, steps: Tensor, weights: Tensor, gradient: Tensor, context: Context):
+        return super().step(steps, weights, gradient, replace(context, memory=torch.zeros_like(context.memory)))
 
 
 def test_prefetching_is_optional_for_an_engine() -> None:

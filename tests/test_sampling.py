@@ -146,9 +146,9 @@ def test_a_share_runs_from_unbiased_to_equal() -> None:
 
 def test_fewer_arrivals_stand_for_more() -> None:
     group = Group("sticky", (4, 7, 9), 3, (0.1, 0.2, 0.3))
-    assert group.settled([4, 7, 9]) == pytest.approx({4: 0.1, 7: 0.2, 9: 0.3})
-    assert group.settled([9, 4]) == pytest.approx({9: 0.45, 4: 0.15})
-    assert group.settled([]) == {}
+    assert group.actual_weights([4, 7, 9]) == pytest.approx({4: 0.1, 7: 0.2, 9: 0.3})
+    assert group.actual_weights([9, 4]) == pytest.approx({9: 0.45, 4: 0.15})
+    assert group.actual_weights([]) == {}
 
 
 # --- over-commitment --------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_the_group_keeps_its_size_and_only_idle_members_leave(cohort, data) -> N
         groups = sampler.invite(members, pool, rng(seed, round))
         invited = [c for g in groups for c in g.clients]
         used = set(invited[: data.draw(st.integers(0, len(invited)))])
-        after = sampler.settle(members, used, rng(seed, round, 1))
+        after = sampler.next_state(members, used, rng(seed, round, 1))
         assert len(after) == len(set(after)) == sticky_size and list(after) == sorted(after)
         assert used <= set(after)  # newcomers enter, and nobody who was used leaves
         assert set(after) <= set(members) | used
@@ -200,7 +200,7 @@ def test_the_group_keeps_its_size_and_only_idle_members_leave(cohort, data) -> N
 def test_every_idle_member_is_evicted_alike() -> None:
     sampler, found = Sticky(3, 6, 2), Counter()
     for seed in range(3000):  # members 0…5; 0 and 1 were used, 8 is new
-        after = sampler.settle((0, 1, 2, 3, 4, 5), (0, 1, 8), rng(seed))
+        after = sampler.next_state((0, 1, 2, 3, 4, 5), (0, 1, 8), rng(seed))
         found.update({2, 3, 4, 5} - set(after))
     assert sorted(found) == [2, 3, 4, 5] and chi_square(list(found.values()), [750] * 4) < 3
 
@@ -308,7 +308,7 @@ def test_ten_thousand_rounds_return_as_proposition_2_says() -> None:
         used = [client for group in sampler.invite(members, pool, generator) for client in group.clients]
         for client in used:
             visits[client].append(round)
-        members = sampler.settle(members, used, generator)
+        members = sampler.next_state(members, used, generator)
     gaps = np.concatenate([np.diff(v, append=10**9) for v in visits])  # the last visit never returns
     began = np.concatenate(visits)
 

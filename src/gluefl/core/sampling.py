@@ -40,7 +40,7 @@ class Group:
     quota: int
     weights: tuple[float, ...]  # ν_i, told to each client with its task
 
-    def settled(self, used: Sequence[int]) -> dict[int, float]:
+    def actual_weights(self, used: Sequence[int]) -> dict[int, float]:
         """The weights of those that were used: when fewer than the quota arrived, each stands for more.
 
         The weight of the group as a whole stays what it was, with equal weights too.
@@ -50,12 +50,12 @@ class Group:
 
 
 class Sampler(Protocol):
-    """Chooses the clients of a round. The state is a tuple of integers that a checkpoint can hold. What is asked may be
-    asked again (a round on a GPU looks ahead): answers depend on the arguments alone."""
+    """Chooses the clients of a round. The state is a tuple of integers that a checkpoint can hold; results depend on
+    the arguments alone."""
 
     @property
     def cohort(self) -> int:
-        """K, how many clients a round is to use."""
+        """K, the number of clients that a round uses."""
         ...
 
     def check(self, size: int) -> None:
@@ -70,7 +70,7 @@ class Sampler(Protocol):
         """The groups to invite; smaller than asked for, or empty, when too few clients are online."""
         ...
 
-    def settle(self, state: tuple[int, ...], used: Iterable[int], rng: np.random.Generator) -> tuple[int, ...]:
+    def next_state(self, state: tuple[int, ...], used: Iterable[int], rng: np.random.Generator) -> tuple[int, ...]:
         """The state after a round in which these clients were used."""
         ...
 
@@ -110,7 +110,7 @@ class Uniform:
         factor = None if self.weights == "equal" else pool.size / max(quota, 1)
         return (_group("uniform", clients, quota, factor, pool, quota),)
 
-    def settle(self, state: tuple[int, ...], used: Iterable[int], rng: np.random.Generator) -> tuple[int, ...]:
+    def next_state(self, state: tuple[int, ...], used: Iterable[int], rng: np.random.Generator) -> tuple[int, ...]:
         """Uniform sampling remembers nothing."""
         return state
 
@@ -188,7 +188,7 @@ class Sticky:
             _group("others", others, others_quota, outside, pool, total),
         )
 
-    def settle(self, state: tuple[int, ...], used: Iterable[int], rng: np.random.Generator) -> tuple[int, ...]:
+    def next_state(self, state: tuple[int, ...], used: Iterable[int], rng: np.random.Generator) -> tuple[int, ...]:
         """Newcomers enter; as many leave, drawn from the sticky clients that were not used in this round."""
         members, used = frozenset(state), frozenset(used)
         newcomers = used - members

@@ -195,7 +195,7 @@ def publish(core: Core, state: State, result: Aggregate, closed: Closed) -> Stat
         weights=result.weights,
         statistics=result.statistics,
         ledger=ledger.publish(result.changed_at),
-        sampler=core.sampler.settle(state.sampler, up_bytes, stream(core.seed, "settle", closed.round)),
+        sampler=core.sampler.next_state(state.sampler, up_bytes, stream(core.seed, "settle", closed.round)),
         strategy=result.strategy,
         optimizer=result.optimizer,
         up_bytes=sum(up_bytes.values()) // len(up_bytes) if up_bytes else state.up_bytes,

@@ -94,7 +94,7 @@ class Session:
         received, round = dict(sorted(exchange.uploads.items())), exchange.round
         weights: dict[int, float] = {}
         for group in exchange.groups:  # a client of a group that is short of its quota weighs more
-            weights |= group.settled([client for client in group.clients if client in received])
+            weights |= group.actual_weights([client for client in group.clients if client in received])
         uploads = [Upload(c, weights[c], one.body.update, one.body.statistics) for c, one in received.items()]
         try:
             result = aggregate(self.core, self.state, uploads, round)

@@ -6,7 +6,7 @@ while the host measures, records and publishes the current round. The next round
 as always; it gets those of the guess where they are what it asks for, and new ones otherwise. So a wrong guess costs
 time and changes nothing, and this file can be deleted: `run` then plays rounds with `round.play`.
 
-What the guess asks (`Sampler.invite`, `Sampler.settle`, `Devices`) is asked again by the next round. Their answers
+What the guess asks (`Sampler.invite`, `Sampler.next_state`, `Devices`) is asked again by the next round. Their answers
 depend on their arguments alone.
 """
 

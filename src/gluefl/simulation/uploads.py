@@ -90,7 +90,7 @@ def _received(
 ) -> list[Upload]:
     """What arrives of the uploads; a client of a group that is short of its quota weighs more."""
     core, version, nominal = sim.core, state.ledger.version, nominal_weights(groups)
-    actual = {c: w for group in groups for c, w in group.settled([c for c in group.clients if c in bodies]).items()}
+    actual = {c: w for group in groups for c, w in group.actual_weights([c for c in group.clients if c in bodies]).items()}
     uploads = []
     for client in sorted(bodies):
         header = wire.Header(

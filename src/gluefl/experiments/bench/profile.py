@@ -134,7 +134,7 @@ def watched(sim: Simulation, watch: Stopwatch) -> Simulation:
     """A simulation whose rounds are timed by their parts."""
     core = replace(
         sim.core,
-        sampler=_watch(sim.core.sampler, watch, invite="sampling", settle="sampling"),
+        sampler=_watch(sim.core.sampler, watch, invite="sampling", next_state="sampling"),
         strategy=_watch(
             sim.core.strategy, watch, compress="compression", combine="aggregation", aggregate="aggregation"
         ),
