@@ -86,7 +86,7 @@ def test_readme(tmp_path, monkeypatch) -> None:
 
 def test_the_map_names_every_file() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    words, paths = set(re.findall(r"[\w/]+", text)), re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text)
+    words, paths = set(re.findall(r"[\w/]+", text)), re.findall(r"`((?:\w+/)+\w+\.\w+)`", text)
     assert not [path for path in paths if not (ROOT / "src" / "gluefl" / path).exists() and not (ROOT / path).exists()]
     names = {path.stem for path in (ROOT / "src" / "gluefl").rglob("*.py")} - {"__init__"}
     assert not names - {word.split("/")[-1] for word in words}
