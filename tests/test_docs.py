@@ -46,6 +46,17 @@ def test_your_own_strategy(own) -> None:
     assert own["result"].summary["accuracy"] > 0.2
 
 
+def test_a_codec_of_its_own_sends_a_byte_per_value(own) -> None:
+    assert {line["up_bytes"] // line["used"] for line in own["quantised"].journal} == {168 + 5_427}
+    assert own["quantised"].summary["accuracy"] > 0.2
+
+
+@pytest.mark.parametrize("name", ["adaptive", "remote"])
+def test_parts_of_ones_own_learn(own, name) -> None:
+    losses = [line["loss"] for line in own[name].journal]
+    assert losses[-1] < losses[0]
+
+
 def test_your_own_strategy_is_really_encoded(own) -> None:
     f, state = simulation(own["RandomK"](q=0.2), gluefl.Sticky(5, 8, 3), 20, channel=delivered)
     for _ in range(12):
@@ -71,6 +82,14 @@ def test_readme(tmp_path, monkeypatch) -> None:
     result = run("README.md")["result"]
     assert result.summary["accuracy"] > 0.9 and len(result.journal) == 60
     assert result.summary["down_bytes"] == sum(line["down_bytes"] for line in result.journal)
+
+
+def test_the_map_names_every_file() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    words, paths = set(re.findall(r"[\w/]+", text)), re.findall(r"`((?:\w+/)+\w+\.\w+)`", text)
+    assert not [path for path in paths if not (ROOT / "src" / "gluefl" / path).exists() and not (ROOT / path).exists()]
+    names = {path.stem for path in (ROOT / "src" / "gluefl").rglob("*.py")} - {"__init__"}
+    assert not names - {word.split("/")[-1] for word in words}
 
 
 def anchors(text: str) -> set[str]:
