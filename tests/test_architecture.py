@@ -1,7 +1,10 @@
 """Imports go one way, optional libraries stay in their corners, and everything public says what it is."""
 
 import ast
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -180,9 +183,30 @@ def test_look_ahead_is_known_to_one_line_of_another_module() -> None:
         (name_of(path), node.lineno)
         for path, tree in trees()
         for name, node in imports(tree)
-        if name.startswith("gluefl.simulation.lookahead.") and "experiments/bench" not in name_of(path)
+        if name.startswith("gluefl.simulation.lookahead.")
     ]
     assert [path for path, _ in users] == ["simulation/run.py"]
+
+
+def test_without_look_ahead_one_line_changes_and_no_journal(tmp_path) -> None:
+    """Deleted for real, in a copy of the package."""
+    copy = Path(shutil.copytree(SOURCE, tmp_path / "src" / "gluefl", ignore=shutil.ignore_patterns("__pycache__")))
+    (copy / "simulation" / "lookahead.py").unlink()
+    run = copy / "simulation" / "run.py"
+    lines = run.read_text(encoding="utf-8").splitlines(keepends=True)
+    (at,) = [i for i, line in enumerate(lines) if "gluefl.simulation.lookahead" in line]
+    lines[at] = "from gluefl.simulation.round import player as player\n"
+    run.write_text("".join(lines), encoding="utf-8")
+    code = "import json, gluefl; from runs import small_run; print(gluefl.__file__)\n"
+    code += "for line in small_run(rounds=6).journal: print(json.dumps(line))"
+    journals = []
+    for source in (SOURCE.parent, copy.parent):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(ROOT / "tests")])}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+        where, *journal = done.stdout.splitlines()
+        assert Path(where).is_relative_to(source)
+        journals.append([{**json.loads(line), "wall_s": 0} for line in journal])
+    assert journals[0] == journals[1] and len(journals[0]) == 6
 
 
 def is_mutable(value: ast.expr | None) -> bool:

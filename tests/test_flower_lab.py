@@ -208,7 +208,7 @@ class Rounded(FedAvg):
     traits: ClassVar[Traits] = Traits(Sixteenths(), Sixteenths())
 
     def compress(self, delta, task, residual):
-        noise = torch.from_numpy(task.rng.random(delta.numel(), dtype="float32"))
+        noise = torch.from_numpy(task.stream().random(delta.numel(), dtype="float32"))
         return whole(torch.floor(delta * 16 + noise) / 16), None
 
     def aggregate(self, state, total, round):

@@ -76,7 +76,7 @@ class Quantised:
 
     def compress(self, delta: Tensor, task: Task, residual: Tensor | None) -> tuple[Sparse, Tensor | None]:
         step = step_of(delta)
-        noise = torch.from_numpy(task.rng.random(delta.numel(), dtype=np.float32)).to(delta.device)
+        noise = torch.from_numpy(task.stream().random(delta.numel(), dtype=np.float32)).to(delta.device)
         return whole((delta / step + noise).floor().clamp(-127, 127) * step), None
 
     def combine(self, state: Space, uploads: Sequence[Upload], round: int) -> Tensor:

@@ -21,7 +21,7 @@ from gluefl.experiments.bench.fleet import authors
 from gluefl.experiments.bench.profile import WARM_UP, Stopwatch, watched
 from gluefl.experiments.bench.round import Work, setting
 from gluefl.fleet import Instant
-from gluefl.simulation.lookahead import player
+from gluefl.simulation.run import player
 
 SHOWN_MS = 0.2  # shorter ones are not
 

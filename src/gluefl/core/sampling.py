@@ -49,6 +49,11 @@ class Group:
         return {client: nominal[client] * self.quota / len(used) for client in used}
 
 
+def nominal_weights(groups: Sequence[Group]) -> dict[int, float]:
+    """ν_i of every invited client."""
+    return {client: weight for group in groups for client, weight in zip(group.clients, group.weights)}
+
+
 class Sampler(Protocol):
     """Chooses the clients of a round. The state is a tuple of integers that a checkpoint can hold; results depend on
     the arguments alone."""

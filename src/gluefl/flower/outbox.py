@@ -7,7 +7,7 @@ from flwr.app import Array, ConfigRecord, Message
 
 from gluefl import wire
 from gluefl.core.records import Parcel
-from gluefl.core.sampling import Group
+from gluefl.core.sampling import Group, nominal_weights
 from gluefl.core.server import Packages, bodies_for, header, invited, packages
 from gluefl.flower.messages import Told, package, to_array
 from gluefl.flower.run_folder import described_strategy
@@ -49,7 +49,9 @@ class Outbox:
     def for_training(cls, session: Session, round: int, groups: Sequence[Group], envelope: Envelope) -> "Outbox":
         """The packages of a round, with the strategy's shared mask."""
         bases = map(session.state.ledger.base, invited(groups))
-        return cls(session, round, envelope, packages(session.core, session.state, bases, round), _weights(groups))
+        return cls(
+            session, round, envelope, packages(session.core, session.state, bases, round), nominal_weights(groups)
+        )
 
     @classmethod
     def for_evaluation(cls, session: Session, round: int, groups: Sequence[Group], envelope: Envelope) -> "Outbox":
@@ -58,7 +60,7 @@ class Outbox:
         shared = wire.Shared(core.space.mask(False))
         bodies = bodies_for(core, state, map(state.ledger.base, invited(groups)), shared)
         sent = Packages(shared, bodies, dict(zip(bodies, wire.encode_positions([*bodies.values()]))))
-        return cls(session, round, envelope, sent, _weights(groups))
+        return cls(session, round, envelope, sent, nominal_weights(groups))
 
     def message(self, client: int) -> tuple[Parcel, Message]:
         """The message to a node, and its parcel, charged with all that is sent."""
@@ -102,7 +104,3 @@ class Outbox:
             table=session.table.to_json() if base is None else None,
             store=str(session.store.absolute()) if session.store else None,
         )
-
-
-def _weights(groups: Sequence[Group]) -> dict[int, float]:
-    return {client: weight for group in groups for client, weight in zip(group.clients, group.weights)}

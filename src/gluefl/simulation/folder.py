@@ -85,7 +85,16 @@ def description(
     """The configuration a run was made from; for one made in Python, its parts by their types and parameters."""
     if options.description is not None:
         return options.description
-    parts = (strategy, sampler, setting.training, setting.server, setting.devices, setting.importance)
+    parts = (
+        strategy,
+        sampler,
+        setting.training,
+        setting.server,
+        setting.devices,
+        setting.arrivals,
+        setting.importance,
+        *setting.hooks,
+    )
     tables = {
         type(part).__name__: asdict(part) if is_dataclass(part) and not isinstance(part, type) else {"value": part}
         for part in parts

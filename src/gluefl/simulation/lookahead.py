@@ -4,14 +4,14 @@ When a round has been aggregated, it is known who was used, and nearly when the 
 be. That gives a guess of the next plan: its packages are encoded on a side stream and its cohort starts to train,
 while the host measures, records and publishes the current round. The next round asks for a training and for packages
 as always; it gets those of the guess where they are what it asks for, and new ones otherwise. So a wrong guess costs
-time and changes nothing, and this file can be deleted: `run` then plays rounds with `round.play`.
+time and changes nothing. This file can be deleted: `run` then imports `player` from `round`.
 
 What the guess asks (`Sampler.invite`, `Sampler.next_state`, `Devices`) is asked again by the next round. Their answers
 depend on their arguments alone.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar
@@ -26,10 +26,9 @@ from gluefl.core.server import Closed, Core, Packages, State, bodies_for, invite
 from gluefl.errors import GlueFLError
 from gluefl.simulation.arrivals import first_arrivals, invite, trips
 from gluefl.simulation.parts import Simulation
-from gluefl.simulation.round import Begun, begin, close, cohort_of, play
+from gluefl.simulation.round import Begun, Player, begin, close, cohort_of, play
 
 T = TypeVar("T")
-Player = Callable[[Simulation, State], tuple[State, Record]]
 
 
 def player(device: torch.device) -> Player:

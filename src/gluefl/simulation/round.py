@@ -10,18 +10,25 @@ from gluefl import wire
 from gluefl.accel.streams import fetched
 from gluefl.clients.cohort import Cohort
 from gluefl.core.records import Parcel, Played, Record, record
-from gluefl.core.sampling import Group
+from gluefl.core.sampling import Group, nominal_weights
 from gluefl.core.server import Aggregate, Closed, Packages, State, aggregate, header, invited, publish
 from gluefl.errors import Diverged
 from gluefl.fleet import Trip
 from gluefl.simulation.arrivals import first_arrivals, invite, trips
 from gluefl.simulation.parts import Simulation
-from gluefl.simulation.uploads import DIVERGED, check_loss, compress, expected_upload, nominal_weights
+from gluefl.simulation.uploads import DIVERGED, check_loss, compress, expected_upload
+
+Player = Callable[[Simulation, State], tuple[State, Record]]
 
 
 def play(sim: Simulation, state: State) -> tuple[State, Record]:
     """One round: the next state and its line in the journal."""
     return close(sim, state, begin(sim, state))
+
+
+def player(device: torch.device) -> Player:
+    """Plays rounds one after the other, on any device."""
+    return play
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from gluefl.randomness import stream
 from gluefl.simulation import folder as run_folder
 from gluefl.simulation.channel import Encoded, Measured
 from gluefl.simulation.fingerprint import fingerprint
-from gluefl.simulation.lookahead import player
+from gluefl.simulation.lookahead import player as player  # without look-ahead: from gluefl.simulation.round
 from gluefl.simulation.parts import Simulation
 from gluefl.simulation.process import device_of, interruptible, tf32
 from gluefl.simulation.progress import progress

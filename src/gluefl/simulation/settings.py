@@ -19,6 +19,8 @@ from gluefl.parameters import Count, Has, NonNegativeCount, OneOf, Seed, Share, 
 from gluefl.storage.journal import Line
 from gluefl.strategies.hooks import Hook
 
+Rule = Annotated[LocalRule, Has(("rate", "batches", "steps_for", "exchanged", "kept"))]
+AnyDevices = Annotated[Devices, Has(("timed", "is_online", "next_change_s", "trip"))]
 Callback = Callable[[Line, State], bool | None]  # called after every round; returns True to stop the run
 Callbacks = Annotated[tuple[Callback, ...], Strict(False)]
 Hooks = Annotated[tuple[Annotated[Hook, Has(("on_delta", "on_sum"))], ...], Strict(False)]
@@ -44,16 +46,14 @@ class Setting:
     """What is computed, beside model, population, strategy and sampler."""
 
     seed: Seed = 1
-    training: Annotated[LocalRule, Has(("rate", "batches", "steps_for", "exchanged", "kept"))] = LocalSGD()  # noqa: RUF009 - frozen
+    training: Rule = LocalSGD()  # noqa: RUF009 - frozen
     server: Annotated[Optimizer, Has(("init", "step"))] = Server()  # noqa: RUF009 - frozen
     loss: Loss = nn.functional.cross_entropy
-    hooks: Annotated[
-        tuple[Annotated[Hook, Has(("on_delta", "on_sum"))], ...], Strict(False)
-    ] = ()  # on a client's update and on the server's sum
+    hooks: Hooks = ()  # on a client's update and on the server's sum
     importance: Literal["uniform", "samples"] = "uniform"  # p_i: equal, or by numbers of samples
-    devices: Annotated[Devices, Has(("timed", "is_online", "next_change_s", "trip"))] = Instant()  # noqa: RUF009 - frozen
+    devices: AnyDevices = Instant()  # noqa: RUF009 - frozen
     arrivals: Arrivals = Arrivals()  # noqa: RUF009 - frozen
-    evaluation: Evaluation = Evaluation()
+    evaluation: Evaluation = Evaluation()  # noqa: RUF009 - frozen
     initial_weights: Path | None = None  # a safetensors file instead of the weights of the module
 
 
@@ -64,9 +64,7 @@ class Options:
 
     out: Path | str | None = None  # folder of the run; without one nothing is written
     resume: bool = False  # go on with the run in `out`
-    callbacks: Annotated[
-        tuple[Callback, ...], Strict(False)
-    ] = ()  # called after every round; one that returns True stops the run
+    callbacks: Callbacks = ()
     progress: bool | None = None  # show progress; by default in a terminal
     engine: Annotated[Engine, Has(("train", "work"))] | None = None  # trains the cohorts instead of this machine
     device: str = "cpu"  # sums are rounded in another order elsewhere,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gluefl import wire
 from gluefl.clients.cohort import Outcome
-from gluefl.core.sampling import Group
+from gluefl.core.sampling import Group, nominal_weights
 from gluefl.core.server import State
 from gluefl.errors import Diverged
 from gluefl.randomness import stream
@@ -27,11 +27,6 @@ class Sent:
     uploads: Sequence[Upload]
     encodings: Mapping[int, wire.Encoding]
     losses: Mapping[int, float | Tensor]  # a tensor is a number on an asynchronous device
-
-
-def nominal_weights(groups: Sequence[Group]) -> dict[int, float]:
-    """ν_i of every invited client."""
-    return {client: weight for group in groups for client, weight in zip(group.clients, group.weights)}
 
 
 def expected_upload(sim: Simulation, shared: wire.Shared, round: int) -> int:
@@ -90,7 +85,9 @@ def _received(
 ) -> list[Upload]:
     """What arrives of the uploads; a client of a group that is short of its quota weighs more."""
     core, version, nominal = sim.core, state.ledger.version, nominal_weights(groups)
-    actual = {c: w for group in groups for c, w in group.actual_weights([c for c in group.clients if c in bodies]).items()}
+    actual = {
+        c: w for group in groups for c, w in group.actual_weights([c for c in group.clients if c in bodies]).items()
+    }
     uploads = []
     for client in sorted(bodies):
         header = wire.Header(

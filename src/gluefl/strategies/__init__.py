@@ -51,10 +51,10 @@ class Task:
     client: int = 0
     seed: int = 0
 
-    @property
-    def rng(self) -> np.random.Generator:
-        """A random stream of this round and client, the same on both sides and after a resume."""
-        return stream(self.seed, "compress", self.round, self.client)
+    def stream(self, purpose: str = "compress") -> np.random.Generator:
+        """A new random stream of this round and client, the same on both sides and after a resume; draws for another
+        purpose need another name."""
+        return stream(self.seed, purpose, self.round, self.client)
 
 
 @dataclass(frozen=True)

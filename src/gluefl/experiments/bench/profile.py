@@ -23,8 +23,9 @@ from gluefl.experiments.bench.cohort import pin
 from gluefl.experiments.bench.fleet import authors
 from gluefl.experiments.bench.round import Work, setting
 from gluefl.fleet import Devices, Instant
-from gluefl.simulation.lookahead import Player, player
 from gluefl.simulation.parts import Simulation
+from gluefl.simulation.round import Player
+from gluefl.simulation.run import player
 
 WARM_UP = 12  # rounds; the first ones compile, and only later ones have stale clients and a mask to regenerate
 KERNELS = 12  # shown

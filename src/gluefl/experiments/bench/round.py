@@ -22,8 +22,8 @@ from gluefl.experiments.bench.workloads import CLIENTS, COHORT, SGD, Noisy, mode
 from gluefl.fleet import Devices, Instant
 from gluefl.populations import Population
 from gluefl.simulation.channel import Measured
-from gluefl.simulation.lookahead import player
 from gluefl.simulation.parts import Simulation
+from gluefl.simulation.run import player
 from gluefl.storage.journal import Journal
 from gluefl.strategies import Space
 from gluefl.strategies.gluefl import GlueFL
