@@ -53,7 +53,7 @@ class Setting:
     importance: Literal["uniform", "samples"] = "uniform"  # p_i: equal, or by numbers of samples
     devices: AnyDevices = Instant()  # noqa: RUF009 - frozen
     arrivals: Arrivals = Arrivals()  # noqa: RUF009 - frozen
-    evaluation: Evaluation = Evaluation()  # noqa: RUF009 - frozen
+    evaluation: Evaluation = Evaluation()
     initial_weights: Path | None = None  # a safetensors file instead of the weights of the module
 
 
