@@ -97,7 +97,7 @@ def simulation(strategy: Any, sampler: Any, clients: int, **parts: Any) -> tuple
     of_core = {name: parts.pop(name) for name in ("optimizer", "hooks") if name in parts}
     channel = parts.pop("channel", Encoded)
     arrivals = {name: parts.pop(name) for name in [*vars(Arrivals())] if name in parts}
-    core = Core(5, RUN, LAYOUT, Space(tuple(part.size for part in LAYOUT.weights)), sampler, strategy, **of_core)
+    core = Core(5, RUN, LAYOUT, Space.of(LAYOUT), sampler, strategy, **of_core)
     defaults = {"devices": Instant(), "engine": Engine(), "residuals": Residuals(LAYOUT.size)}
     pool = Pool(clients, lambda client: 1 / clients)
     sim = Simulation(core, pool, channel=channel(core), arrivals=Arrivals(**arrivals), **{**defaults, **parts})

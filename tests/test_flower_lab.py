@@ -6,7 +6,7 @@ that a person's own work in both.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ from gluefl.vectors.sparse import Sparse, whole
 from stubs import dyadic, mlp
 
 LAYOUT = Layout.of(mlp(norm=True))  # 180 weights, 17 statistics
-SPACE = Space(tuple(part.size for part in LAYOUT.weights))
+SPACE = Space.of(LAYOUT)
 CLIENTS, ROUNDS, SEED = 12, 12, 5
 
 
@@ -194,10 +194,10 @@ class Sixteenths:
     def longest(self, size: int) -> int:
         return 2 * size
 
-    def encode(self, values: Tensor) -> bytes:
-        return (values * 16).numpy().astype("<i2").tobytes()
+    def encode(self, update: Sparse) -> bytes:
+        return (update.values * 16).numpy().astype("<i2").tobytes()
 
-    def decode(self, data: memoryview, count: int) -> Tensor:
+    def decode(self, data: memoryview, positions: Tensor) -> Tensor:
         return torch.from_numpy(np.frombuffer(data, "<i2").astype(np.float32)) / 16
 
 
@@ -205,7 +205,8 @@ class Sixteenths:
 class Rounded(FedAvg):
     """Clients round at random to a grid, the server to the nearest point of it: both send two bytes a value."""
 
-    traits: ClassVar[Traits] = Traits(Sixteenths(), Sixteenths())
+    def traits(self, space):
+        return Traits(Sixteenths(), Sixteenths())
 
     def compress(self, delta, task, residual):
         noise = torch.from_numpy(task.stream().random(delta.numel(), dtype="float32"))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,12 +40,13 @@ class Levels:
     def longest(self, size: int) -> int:
         return 4 + size
 
-    def encode(self, values: Tensor) -> bytes:
-        step = step_of(values)
-        levels = (values / step).round().to(torch.int8)
+    def encode(self, update: Sparse) -> bytes:
+        step = step_of(update.values)
+        levels = (update.values / step).round().to(torch.int8)
         return np.float32(step).tobytes() + levels.numpy().tobytes()
 
-    def decode(self, data: memoryview, count: int) -> Tensor:
+    def decode(self, data: memoryview, positions: Tensor) -> Tensor:
+        count = positions.numel()
         if len(data) != 4 + count:
             raise WireError(f"{count} levels take {4 + count} bytes, {len(data)} were found")
         step = float(np.frombuffer(data[:4], np.float32)[0])
@@ -63,7 +64,8 @@ def step_of(values: Tensor) -> float:
 class Quantised:
     """FedAvg whose clients round their updates to levels at random, so that they are right in the mean."""
 
-    traits: ClassVar[Traits] = Traits(upload_codec=Levels())
+    def traits(self, space: Space) -> Traits:
+        return Traits(upload_codec=Levels())
 
     def init(self, space: Space) -> Space:
         return space
@@ -184,7 +186,8 @@ def test_server_adam_composes_with_masks_and_resumes(tmp_path) -> None:
 class OnSum(STC):
     """As STC, with an optimiser that sees the sum before the strategy selects from it."""
 
-    traits: ClassVar[Traits] = Traits(optimizer_acts_on="sum")
+    def traits(self, space: Space) -> Traits:
+        return Traits(optimizer_acts_on="sum")
 
 
 @pytest.mark.parametrize("strategy", [STC(0.2), OnSum(0.2)], ids=["update", "sum"])

@@ -5,6 +5,7 @@ A simulation and a real federation call the same functions; nothing here knows h
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.sampling import Group, Pool, Sampler
 from gluefl.errors import UsageError
 from gluefl.randomness import stream
-from gluefl.strategies import Space, Strategy, Upload
+from gluefl.strategies import Space, Strategy, Traits, Upload
 from gluefl.strategies.hooks import Hook
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import Masked, Sparse, nothing, whole
@@ -45,10 +46,15 @@ class Core:
                 "docs/your-own-strategy.md shows what a strategy needs."
             )
 
+    @cached_property
+    def traits(self) -> Traits:
+        """What the strategy declares for this model."""
+        return self.strategy.traits(self.space)
+
     def expected(self, kind: int, shared: wire.Shared | None = None) -> wire.Expected:
         """What a receiver of a message checks it against."""
-        layout, traits = self.layout, self.strategy.traits
-        codec = traits.upload_codec if kind == wire.UPLOAD else traits.package_codec
+        layout = self.layout
+        codec = self.traits.upload_codec if kind == wire.UPLOAD else self.traits.package_codec
         return wire.Expected(self.run, layout.fingerprint, layout.size, layout.statistics_size, kind, shared, codec)
 
 
@@ -95,7 +101,7 @@ def bodies_for(
     core: Core, state: State, bases: Iterable[int | None], shared: wire.Shared
 ) -> dict[int | None, wire.Body]:
     """What a client misses, for each version that clients hold."""
-    codec = core.strategy.traits.package_codec
+    codec = core.traits.package_codec
     return {
         base: wire.Body(Masked(state.ledger.missing(base), state.weights), state.statistics, shared, True, codec)
         for base in sorted(set(bases), key=lambda base: -1 if base is None else base)
@@ -165,11 +171,11 @@ def _update(core: Core, state: State, uploads: Sequence[Upload], round: int) -> 
     total, optimizer = core.strategy.combine(state.strategy, uploads, round), state.optimizer
     for hook in core.hooks:
         total = hook.on_sum(total, uploads, round)
-    if core.strategy.traits.optimizer_acts_on == "sum":
+    if core.traits.optimizer_acts_on == "sum":
         optimizer, stepped = core.optimizer.step(optimizer, whole(total))
         total = stepped.dense()
     strategy, update = core.strategy.aggregate(state.strategy, total, round)
-    if core.strategy.traits.optimizer_acts_on == "update":
+    if core.traits.optimizer_acts_on == "update":
         optimizer, update = core.optimizer.step(optimizer, update)
     return strategy, optimizer, update
 

@@ -82,7 +82,8 @@ class GlueFLMod:
         for hook in self.hooks:
             delta = hook.on_delta(delta, held.task)
         update, residual = held.strategy.compress(delta, held.task, residual)
-        body = wire.Body(update, statistics, held.shared, False, held.strategy.traits.upload_codec)
+        codec = held.strategy.traits(held.task.space).upload_codec
+        body = wire.Body(update, statistics, held.shared, False, codec)
         layout = held.table.layout
         data = wire.encode(_header(held, reply), wire.encode_body(body), layout.size, layout.statistics_size)
         if residual is not None:
@@ -118,7 +119,8 @@ class Held:
 def _synchronised(replicas: NodeStore, told: Told, data: bytes, strategy: Strategy) -> Held:
     """Apply a package to the stored replica, which stays as it is; raises `WireError` if it cannot be applied."""
     replica, table = _base(replicas, told, data, strategy)
-    layout, codec = table.layout, strategy.traits.package_codec
+    layout, space = table.layout, Space.of(table.layout)
+    codec = strategy.traits(space).package_codec
     expected = wire.Expected(
         bytes.fromhex(told.run), layout.fingerprint, layout.size, layout.statistics_size, wire.PACKAGE, codec=codec
     )
@@ -130,7 +132,6 @@ def _synchronised(replicas: NodeStore, told: Told, data: bytes, strategy: Strate
         patched = replica.apply(replace(header, base_hash=wire.NO_HASH), body)
     else:
         patched = replica.apply(header, body)
-    space = Space(tuple(part.size for part in layout.weights))
     task = Task(header.round, body.shared.mask, header.weight, space, told.client, told.seed)
     return Held(patched, table, header, body.shared, task, strategy)
 
@@ -142,7 +143,8 @@ def _base(replicas: NodeStore, told: Told, data: bytes, strategy: Strategy) -> t
         table = Table.from_json(told.table)
         size = table.layout.size
         zeros = whole(torch.zeros(1).expand(size))  # takes no memory
-        if strategy.traits.package_codec.measure(zeros)() > len(data):  # before anything of that size is allocated
+        codec = strategy.traits(Space.of(table.layout)).package_codec
+        if codec.measure(zeros)() > len(data):  # before anything of that size is allocated
             raise WireError(f"a model of {size} entries is announced in {len(data)} bytes")
         if stored is None or stored[1].layout.fingerprint != table.layout.fingerprint:
             return Replica(torch.zeros(size), torch.zeros(table.layout.statistics_size)), table

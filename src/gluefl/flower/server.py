@@ -136,7 +136,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             seed=self.seed,
             run=saved.run if saved else secrets.token_bytes(8),
             layout=table.layout,
-            space=strategies.Space(tuple(part.size for part in table.layout.weights)),
+            space=strategies.Space.of(table.layout),
             sampler=self.sampler,
             strategy=self.strategy,
             optimizer=self.server,

@@ -124,7 +124,7 @@ def _assemble(
         seed=setting.seed,
         run=hashlib.sha256(description.encode()).digest()[:8],
         layout=layout,
-        space=Space(tuple(part.size for part in layout.weights), device),
+        space=Space.of(layout, device),
         sampler=sampler,
         strategy=strategy,
         optimizer=setting.server,

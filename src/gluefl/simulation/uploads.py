@@ -36,7 +36,7 @@ def expected_upload(sim: Simulation, shared: wire.Shared, round: int) -> int:
     task = Task(round, shared.mask, 1.0, core.space, seed=core.seed)
     update, _ = core.strategy.compress(torch.from_numpy(noise).to(core.space.device), task, None)
     statistics = torch.zeros(core.layout.statistics_size)
-    return wire.measure(wire.Body(update, statistics, shared, False, core.strategy.traits.upload_codec))
+    return wire.measure(wire.Body(update, statistics, shared, False, core.traits.upload_codec))
 
 
 def compress(
@@ -44,7 +44,7 @@ def compress(
 ) -> Sent:
     """Compress and send the updates of the clients that trained."""
     core, round, nominal = sim.core, state.round + 1, nominal_weights(groups)
-    codec = core.strategy.traits.upload_codec
+    codec = core.traits.upload_codec
     losses: dict[int, float | Tensor] = {}
     bodies, encodings, waiting = dict[int, wire.Body](), dict[int, wire.Encoding](), list[int]()
 

@@ -5,13 +5,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gluefl.randomness import stream
+from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse, add_all
 from gluefl.wire.values import FLOAT32, ValueCodec
@@ -25,6 +26,11 @@ class Space:
 
     tensors: tuple[int, ...]
     device: torch.device = CPU
+
+    @classmethod
+    def of(cls, layout: Layout, device: torch.device = CPU) -> "Space":
+        """The space of a module's weights."""
+        return cls(tuple(part.size for part in layout.weights), device)
 
     @property
     def size(self) -> int:
@@ -79,7 +85,9 @@ class Traits:
 class Strategy(Protocol):
     """Both halves of an algorithm. The state is a tree of frozen dataclasses, tuples, tensors, masks and numbers."""
 
-    traits: ClassVar[Traits]
+    def traits(self, space: Space) -> Traits:
+        """Both sides: how values are encoded, and what the server's optimiser acts on."""
+        ...
 
     def init(self, space: Space) -> Any:
         """The server's state before round 1."""

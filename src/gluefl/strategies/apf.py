@@ -6,7 +6,6 @@ again. The longer it stays stable the longer it is frozen (additive increase, mu
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,12 +34,14 @@ class APFState:
 class APF:
     """Only active parameters travel, and both sides know which they are."""
 
-    traits: ClassVar[Traits] = Traits()
-
     threshold: Positive = 0.1  # of the effective perturbation |E| / A
     check_every: Count = 5  # F_c, in rounds
     decay: Decay = 0.99  # α, of the moving averages
     tighten_at: Share | None = None  # halve the threshold when this share is frozen, as the original does
+
+    def traits(self, space: Space) -> Traits:
+        """Values travel as float32."""
+        return Traits()
 
     def init(self, space: Space) -> APFState:
         """Everything is active."""

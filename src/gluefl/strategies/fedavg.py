@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,7 +16,9 @@ from gluefl.vectors.sparse import Sparse, whole
 class FedAvg:
     """Everything travels, both ways."""
 
-    traits: ClassVar[Traits] = Traits()
+    def traits(self, space: Space) -> Traits:
+        """Values travel as float32."""
+        return Traits()
 
     def init(self, space: Space) -> Space:
         """FedAvg has no state of its own."""

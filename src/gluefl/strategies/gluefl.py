@@ -6,7 +6,7 @@ sampling is `gluefl.core.sampling.Sticky`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -31,8 +31,6 @@ class GlueFLState:
 class GlueFL:
     """Consecutive updates lie mostly on the same coordinates, so that a client that skipped rounds misses little."""
 
-    traits: ClassVar[Traits] = Traits()
-
     q: Share = 0.2
     q_shared: Share = 0.16  # q_shr
     regenerate_every: Rounds = 10  # I; None is never (the paper's I = ∞)
@@ -46,6 +44,10 @@ class GlueFL:
                 f"q_shared = {self.q_shared} must be below q = {self.q}: "
                 "without a unique part the mask could never move"
             )
+
+    def traits(self, space: Space) -> Traits:
+        """Values travel as float32."""
+        return Traits()
 
     def init(self, space: Space) -> GlueFLState:
         """No mask yet: round 1 regenerates it."""

@@ -6,7 +6,7 @@ compression errors is there as options; Algorithm 1 has none.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,12 +32,14 @@ class STCState:
 class STC:
     """Sparse updates whose positions neither side knows beforehand."""
 
-    traits: ClassVar[Traits] = Traits()
-
     q: Share = 0.2
     compensation: Compensation = "none"
     server_feedback: bool = False
     scope: Literal["vector", "tensor"] = "vector"
+
+    def traits(self, space: Space) -> Traits:
+        """Values travel as float32."""
+        return Traits()
 
     def init(self, space: Space) -> STCState:
         """Nothing left out yet."""

@@ -18,7 +18,7 @@ from gluefl.vectors.sparse import Listed
 from gluefl.wire.bodies import Body, Shared
 from gluefl.wire.encoder import ABSOLUTE, BESIDE_MASK, KNOWN, Encoding, encode_positions
 from gluefl.wire.positions import Packed, unpack
-from gluefl.wire.values import FLOAT32, ValueCodec
+from gluefl.wire.values import FLOAT32, ValueCodec, float_bytes, floats
 
 MAGIC = b"GLUE"
 FORMAT = 1
@@ -111,8 +111,9 @@ def encode_body(body: Body, encoding: Encoding | None = None) -> bytes:
     """Four sections: mask, positions, values, statistics. The positions are encoded here unless they are given."""
     encoding = encoding or encode_positions([body])[0]
     mask = _section(*encoding.mask.result()) if encoding.mask is not None else SECTION.pack(0, KNOWN, 0, 0, 0)
-    values = _values(body.update.values, body.codec)
-    return b"".join([mask, _section(*encoding.positions.result()), values, _values(body.statistics, FLOAT32)])
+    values = _coded(body.codec.code, body.update.count, body.codec.encode(body.update))
+    statistics = _coded(FLOAT32.code, body.statistics.numel(), float_bytes(body.statistics))
+    return b"".join([mask, _section(*encoding.positions.result()), values, statistics])
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,11 @@ def decode(data: bytes, expected: Expected) -> tuple[Header, Body]:
         mask = unpack(packed, expected.size)
     else:
         raise WireError(f"relation {relation} of positions to the mask is unknown")
-    values = reader.values(mask.count, expected.codec, "values")
-    statistics = reader.values(expected.statistics, FLOAT32, "statistics")
+    coded = reader.coded(mask.count, expected.codec, "values")
+    statistics = floats(reader.coded(expected.statistics, FLOAT32, "statistics"), expected.statistics)
     reader.end()
-    update = Listed(mask.positions, values, expected.size)
+    positions = mask.positions
+    update = Listed(positions, expected.codec.decode(coded, positions), expected.size)
     return header, Body(update, statistics, shared, expected.kind == PACKAGE, expected.codec)
 
 
@@ -158,7 +160,7 @@ def replica_hash(weights: Tensor, statistics: Tensor) -> bytes:
     """Eight bytes by which two sides see whether they hold the same model."""
     digest = hashlib.blake2b(digest_size=8)
     for vector in (weights, statistics):
-        digest.update(FLOAT32.encode(vector))
+        digest.update(float_bytes(vector))
     return digest.digest()
 
 
@@ -234,7 +236,7 @@ class _Reader:
             raise WireError("the reserved bytes of a section are not zero")
         return relation, Packed(codec, count, bytes(self._take(size)))
 
-    def values(self, count: int, codec: ValueCodec, name: str) -> Tensor:
+    def coded(self, count: int, codec: ValueCodec, name: str) -> memoryview:
         code, relation, reserved, announced, size = SECTION.unpack(self._take(SECTION.size))
         if (relation, reserved, announced) != (0, 0, count) or size > codec.longest(count):
             raise WireError(
@@ -242,7 +244,7 @@ class _Reader:
             )
         if code != codec.code:
             raise WireError(f"codec {code} for {name} was found, {codec.code} was expected")
-        return codec.decode(self._take(size), count)
+        return self._take(size)
 
     def end(self) -> None:
         if self.at != len(self.body):
@@ -253,6 +255,5 @@ def _section(relation: int, packed: Packed) -> bytes:
     return SECTION.pack(packed.codec, relation, 0, packed.count, len(packed.data)) + packed.data
 
 
-def _values(values: Tensor, codec: ValueCodec) -> bytes:
-    data = codec.encode(values)
-    return SECTION.pack(codec.code, 0, 0, values.numel(), len(data)) + data
+def _coded(code: int, count: int, data: bytes) -> bytes:
+    return SECTION.pack(code, 0, 0, count, len(data)) + data

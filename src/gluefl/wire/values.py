@@ -27,12 +27,12 @@ class ValueCodec(Protocol):
         """No more bytes than this for at most `size` values."""
         ...
 
-    def encode(self, values: Tensor) -> bytes:
-        """The bytes of some values."""
+    def encode(self, update: Sparse) -> bytes:
+        """The bytes of the values of a part of a vector; the positions are encoded elsewhere."""
         ...
 
-    def decode(self, data: memoryview, count: int) -> Tensor:
-        """`count` values as float32, or `WireError`; nothing is allocated beyond what `data` and `count` ask for."""
+    def decode(self, data: memoryview, positions: Tensor) -> Tensor:
+        """A float32 value for every position, or `WireError`; nothing is allocated beyond what these ask for."""
         ...
 
 
@@ -50,15 +50,25 @@ class Float32:
         """Four bytes a value."""
         return 4 * size
 
-    def encode(self, values: Tensor) -> bytes:
-        """The bytes of some values."""
-        return values.detach().cpu().numpy().astype("<f4", copy=False).tobytes()
+    def encode(self, update: Sparse) -> bytes:
+        """The values."""
+        return float_bytes(update.values)
 
-    def decode(self, data: memoryview, count: int) -> Tensor:
+    def decode(self, data: memoryview, positions: Tensor) -> Tensor:
         """The values, exactly."""
-        if len(data) != 4 * count:
-            raise WireError(f"{count} values take {4 * count} bytes, {len(data)} were found")
-        return torch.from_numpy(np.frombuffer(data, "<f4").astype(np.float32))
+        return floats(data, positions.numel())
 
 
 FLOAT32 = Float32()
+
+
+def float_bytes(values: Tensor) -> bytes:
+    """Floats as they are, little-endian."""
+    return values.detach().cpu().numpy().astype("<f4", copy=False).tobytes()
+
+
+def floats(data: memoryview, count: int) -> Tensor:
+    """What `float_bytes` wrote."""
+    if len(data) != 4 * count:
+        raise WireError(f"{count} values take {4 * count} bytes, {len(data)} were found")
+    return torch.from_numpy(np.frombuffer(data, "<f4").astype(np.float32))

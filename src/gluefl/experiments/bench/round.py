@@ -87,7 +87,7 @@ def setting(work: Work, folder: Path, devices: Devices | None = None) -> tuple[S
         seed=0,
         run=bytes(8),
         layout=layout,
-        space=Space(tuple(part.size for part in layout.weights), device),
+        space=Space.of(layout, device),
         sampler=Sticky(COHORT, 4 * COHORT, 4 * COHORT // 5, over_commitment=work.over_commitment),
         strategy=GlueFL(),
     )
