@@ -5,6 +5,7 @@ damaged file counts as lost: the server then sends the whole model, and the resi
 """
 
 import os
+import re
 import shutil
 import zlib
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from gluefl.flower.arrays import Table
 from gluefl.storage.checkpoint import write_tensors
 
 KEPT_RUNS = 2  # the folders of earlier runs are deleted
+MARKER = "gluefl-run"  # an empty file in the folder of a run: nothing without it is deleted
+RUN_ID = re.compile("[0-9a-f]{16}")
 REPLICA, RESIDUAL, PENDING = "replica.safetensors", "residual.safetensors", "pending.safetensors"
 
 
@@ -33,9 +36,10 @@ class NodeStore:
         """Make the folder if it does not exist, and then delete those of old runs."""
         folder = root / run / f"node-{client}"
         if not folder.exists():
-            folder.mkdir(parents=True)
-            runs = sorted(root.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-            for old in [path for path in runs if path.name != run][KEPT_RUNS - 1 :]:
+            folder.mkdir(parents=True, exist_ok=True)
+            (root / run / MARKER).touch()
+            others = [path for path in _runs(root) if path.name != run]
+            for old in sorted(others, key=_last_use_s, reverse=True)[KEPT_RUNS - 1 :]:
                 shutil.rmtree(old, ignore_errors=True)
         os.utime(root / run)
         return cls(folder)
@@ -74,6 +78,18 @@ class NodeStore:
         if int(_notes(path).get("round", -1)) > round:
             return  # the task of an older round has ended only now
         _save(path, {"residual": residual}, {"round": str(round), "upload": upload, "checksum": _checksum(residual)})
+
+
+def _runs(root: Path) -> list[Path]:
+    """The folders that this program made below a folder, which may hold other files of its user."""
+    return [path for path in root.iterdir() if RUN_ID.fullmatch(path.name) and (path / MARKER).is_file()]
+
+
+def _last_use_s(run: Path) -> float:
+    try:
+        return run.stat().st_mtime
+    except OSError:  # another process has just deleted it
+        return 0.0
 
 
 def _save(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
