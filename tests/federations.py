@@ -94,7 +94,7 @@ def delivered(core: Core) -> Delivered:
 
 def simulation(strategy: Any, sampler: Any, clients: int, **parts: Any) -> tuple[Simulation, State]:
     """A federation of stand-ins, and its state before round 1. `channel` is a function of the core."""
-    of_core = {name: parts.pop(name) for name in ("optimizer", "hooks") if name in parts}
+    of_core = {name: parts.pop(name) for name in ("optimizer", "hooks", "initial") if name in parts}
     channel = parts.pop("channel", Encoded)
     arrivals = {name: parts.pop(name) for name in [*vars(Arrivals())] if name in parts}
     core = Core(5, RUN, LAYOUT, Space.of(LAYOUT), sampler, strategy, **of_core)

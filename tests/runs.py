@@ -20,7 +20,18 @@ ROUNDS, KILLED_AT = 20, 7
 
 EVALUATION = {"evaluate_every": "every", "average": "average", "target": "target", "stop_at_target": "stop_at_target",
               "metric": "metric", "evaluation_batch": "batch", "client_percentiles": "clients"}  # fmt: skip
-SETTING = ("seed", "training", "server", "devices", "loss", "initial_weights", "importance", "arrivals", "hooks")
+SETTING = (
+    "seed",
+    "training",
+    "server",
+    "devices",
+    "loss",
+    "initial_weights",
+    "importance",
+    "arrivals",
+    "hooks",
+    "initial",
+)
 CARRIED_OUT = ("out", "resume", "callbacks", "engine", "progress")
 
 

@@ -14,6 +14,7 @@ from gluefl.simulation.round import play
 from gluefl.strategies import Task
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Listed, whole
+from stubs import dyadic
 
 CLIENTS = 40
 EXPECTED = wire.Expected(RUN, LAYOUT.fingerprint, LAYOUT.size, LAYOUT.statistics_size, wire.PACKAGE)
@@ -192,6 +193,35 @@ def test_statistics_are_the_plain_mean_of_the_used_clients() -> None:
         used = sorted(client for client, fate in clients if fate == "used")
         mean = torch.stack([Engine().statistics(round, client) for client in used]).mean(0)
         assert torch.equal(state.statistics, mean)
+
+
+def known(core) -> Encoded:
+    """Encoded messages to clients that know the initial model of `simulation`."""
+    return Encoded(core, Replica(dyadic(LAYOUT.size, 0, 0), dyadic(LAYOUT.statistics_size, 0, 1), 0))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_clients_that_know_the_initial_model_download_what_changed_since(strategy) -> None:
+    """Replicas follow bit for bit (the channel compares hashes), and a newcomer misses what changed since version 0."""
+    parts = {"devices": Unreliable(lose), "initial": "known"}
+    f, state = simulation(strategy, SAMPLERS[1], CLIENTS, channel=known, **parts)
+    g, other = simulation(strategy, SAMPLERS[1], CLIENTS, channel=measured, **parts)
+    whole_f, whole_state = simulation(strategy, SAMPLERS[1], CLIENTS, channel=measured, devices=Unreliable(lose))
+    down, whole_down = 0, 0
+    for round in range(15):
+        before = state
+        state, record = play(f, state)
+        other, same = play(g, other)
+        whole_state, whole_record = play(whole_f, whole_state)
+        assert record.line == same.line and torch.equal(state.weights, whole_state.weights)
+        assert record.line["cold"] == 0
+        for client, age in zip(record.line["clients"]["id"], record.line["clients"]["staleness"]):
+            assert age == before.ledger.version - before.ledger.held.get(client, 0)
+        down, whole_down = down + record.line["down_bytes"], whole_down + whole_record.line["down_bytes"]
+        if round == 0:  # nothing has changed: a package is its headers, the statistics and a mask
+            assert record.line["down_bytes"] < 0.4 * whole_record.line["down_bytes"]
+    assert down < whole_down
+    assert f.channel.replicas and all(replica.version is not None for replica in f.channel.replicas.values())
 
 
 # --- one replica ------------------------------------------------------------------------------------------

@@ -223,6 +223,19 @@ def test_a_crashed_run_and_a_resumed_one_give_the_same_run(name, encode, undistu
     assert written(tmp_path / "run") == undisturbed(name)
 
 
+@pytest.mark.parametrize("encode", [False, True])
+def test_a_run_whose_clients_know_the_initial_model_resumes(encode, tmp_path) -> None:
+    setting = {"initial": "known", "options": options(encode=encode)}
+    whole = small_run(**setting)
+    with pytest.raises(Crash):
+        small_run(out=tmp_path / "run", callbacks=[crash], **setting)
+    resumed = small_run(out=tmp_path / "run", resume=True, **setting)
+    assert timeless(resumed.journal) == timeless(whole.journal)
+    assert whole.summary["down_bytes"] < small_run().summary["down_bytes"]
+    with pytest.raises(UsageError, match="another configuration"):
+        small_run(out=tmp_path / "run", resume=True, options=options(encode=encode))
+
+
 def test_a_crashed_run_writes_no_more(tmp_path, monkeypatch) -> None:
     write = record_file.write_record
 

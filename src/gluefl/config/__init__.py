@@ -68,9 +68,10 @@ class Evaluation(Parameters):
 
 
 class Wire(Parameters):
-    """`[wire]`: whether messages are only measured, or every one of them is encoded, decoded and checked."""
+    """`[wire]`: messages are measured, or each is encoded, decoded and checked; how a client comes to version 0."""
 
     encode: bool = False
+    initial: Literal["download", "known"] = "download"  # the whole model, or known from the seed or with the app
 
 
 class Checkpoint(Parameters):

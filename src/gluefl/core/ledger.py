@@ -22,15 +22,16 @@ class Ledger:
     version: int = 0
     held: Mapping[int, int] = field(default_factory=dict)  # client → version; absent: never synchronised
     unused: frozenset[int] = frozenset()  # clients whose last upload, finished or not, was not used
+    initial_known: bool = False  # whether every client has version 0 without a download
 
     @classmethod
-    def init(cls, size: int, device: torch.device | str = "cpu") -> "Ledger":
-        """Nothing has changed yet and nobody holds anything."""
-        return cls(torch.zeros(size, dtype=torch.int32, device=device))
+    def init(cls, size: int, device: torch.device | str = "cpu", initial_known: bool = False) -> "Ledger":
+        """Nothing has changed yet and no client was synchronised."""
+        return cls(torch.zeros(size, dtype=torch.int32, device=device), initial_known=initial_known)
 
     def base(self, client: int) -> int | None:
         """The version a client holds, None if it needs the whole model."""
-        return self.held.get(client)
+        return self.held.get(client, 0 if self.initial_known else None)
 
     def missing(self, base: int | None) -> Mask:
         """The coordinates that changed since a version; all of them for a client that holds none."""

@@ -6,7 +6,7 @@ A simulation and a real federation call the same functions; nothing here knows h
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from gluefl.strategies.hooks import Hook
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import Masked, Sparse, nothing, whole
 
+# How a client comes to version 0: it downloads the model, or it knows the initial model, from the seed or with the app.
+Initial = Literal["download", "known"]
 PARTS = ("traits", "init", "mask", "frozen", "compress", "combine", "aggregate")  # of a strategy
 
 
@@ -37,6 +39,7 @@ class Core:
     strategy: Strategy
     optimizer: Optimizer = Server()  # noqa: RUF009 - frozen
     hooks: tuple[Hook, ...] = ()
+    initial: Initial = "download"
 
     def __post_init__(self) -> None:
         missing = [name for name in PARTS if not hasattr(self.strategy, name)]
@@ -81,7 +84,7 @@ def start(core: Core, pool: Pool, weights: Tensor, statistics: Tensor) -> State:
         clock_s=0.0,
         weights=weights.to(device),
         statistics=statistics.to(device),
-        ledger=Ledger.init(core.space.size, device),
+        ledger=Ledger.init(core.space.size, device, core.initial == "known"),
         sampler=core.sampler.init(pool, stream(core.seed, "sampler")),
         strategy=core.strategy.init(core.space),
         optimizer=core.optimizer.init(core.space),

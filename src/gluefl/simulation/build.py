@@ -42,6 +42,7 @@ def run(config: Config, options: Options) -> Result:
             importance=config.sampling.importance,
             devices=build_devices(config, population.clients),
             arrivals=part(Arrivals, config.fleet),
+            initial=config.wire.initial,
             evaluation=Evaluation(
                 every=evaluation.every,
                 average=evaluation.average,

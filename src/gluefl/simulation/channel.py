@@ -64,6 +64,7 @@ class Encoded:
     """Every message is encoded and decoded, and every touched client keeps a replica: for checks, not for speed."""
 
     core: Core
+    initial: Replica | None = None  # version 0, where every client knows it
     replicas: dict[int, Replica] = field(default_factory=dict)
     hashes: dict[int, bytes] = field(default_factory=dict)
 
@@ -82,11 +83,16 @@ class Encoded:
         """Decode the package and patch the client's replica; `apply` compares the hashes."""
         assert parcel.data is not None
         header, body = wire.decode(parcel.data, self.core.expected(wire.PACKAGE))
-        if header.base is not None and client not in self.replicas:
-            return  # it was synchronised before the run was resumed: its replica went with the old process
+        held = self.replicas.get(client) or self._first(header.base)
+        if held is not None:
+            self.replicas[client] = held.apply(header, body)
+
+    def _first(self, base: int | None) -> Replica | None:
+        """What a client holds that was not synchronised in this process; None if it was before the run was resumed."""
         layout = self.core.layout
-        held = self.replicas.get(client) or Replica(torch.zeros(layout.size), torch.zeros(layout.statistics_size))
-        self.replicas[client] = held.apply(header, body)
+        if base is None:
+            return Replica(torch.zeros(layout.size), torch.zeros(layout.statistics_size))
+        return self.initial if self.initial is not None and base == self.initial.version else None
 
     def receive(self, header: wire.Header, loss: float | Tensor, body: wire.Body, encoding: wire.Encoding) -> wire.Body:
         """Encode as the client does, decode as the server does."""

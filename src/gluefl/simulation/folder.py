@@ -99,5 +99,5 @@ def description(
         type(part).__name__: asdict(part) if is_dataclass(part) and not isinstance(part, type) else {"value": part}
         for part in parts
     }
-    names = {"model": type(module).__name__, "population": type(population).__name__}
+    names = {"model": type(module).__name__, "population": type(population).__name__, "initial": setting.initial}
     return toml.dumps({"seed": setting.seed, **names, **tables})

@@ -23,6 +23,7 @@ from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator
 from gluefl.clients.residuals import Residuals, room_on
 from gluefl.clients.trainers.choice import choose
+from gluefl.core.replica import Replica
 from gluefl.core.sampling import Pool, Sampler, Uniform
 from gluefl.core.server import Core, State, start
 from gluefl.errors import Diverged, Interrupted, UsageError
@@ -129,14 +130,17 @@ def _assemble(
         strategy=strategy,
         optimizer=setting.server,
         hooks=setting.hooks,
+        initial=setting.initial,
     )
+    weights, statistics = layout.flatten(module)
+    known = Replica(weights.cpu(), statistics.cpu(), 0) if setting.initial == "known" else None
     sim = Simulation(
         core=core,
         pool=_pool(population, setting),
         devices=setting.devices,
         engine=options.engine or _engine(module, layout, population, setting, options),
         memories=_memories(setting, options, layout),
-        channel=Encoded(core) if options.encode else Measured(),
+        channel=Encoded(core, known) if options.encode else Measured(),
         residuals=Residuals(
             layout.size,
             options.folder / "checkpoint" if options.folder else None,
@@ -146,7 +150,7 @@ def _assemble(
         ),
         arrivals=setting.arrivals,
     )
-    return sim, start(core, sim.pool, *layout.flatten(module))
+    return sim, start(core, sim.pool, weights, statistics)
 
 
 def _engine(

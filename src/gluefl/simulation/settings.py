@@ -13,7 +13,7 @@ from gluefl.clients.evaluation import Metric, top_1
 from gluefl.clients.rules import LocalRule, LocalSGD, Loss
 from gluefl.clients.trainers.choice import TRAINERS
 from gluefl.core.optimizer import Optimizer, Server
-from gluefl.core.server import State
+from gluefl.core.server import Initial, State
 from gluefl.fleet import Arrivals, Devices, Instant
 from gluefl.parameters import Count, Has, NonNegativeCount, OneOf, Seed, Share, checked
 from gluefl.storage.journal import Line
@@ -54,6 +54,7 @@ class Setting:
     devices: AnyDevices = Instant()  # noqa: RUF009 - frozen
     arrivals: Arrivals = Arrivals()  # noqa: RUF009 - frozen
     evaluation: Evaluation = Evaluation()
+    initial: Initial = "download"  # or known: every client has version 0 without a download
     initial_weights: Path | None = None  # a safetensors file instead of the weights of the module
 
 

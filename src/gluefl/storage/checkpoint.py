@@ -113,6 +113,7 @@ def load(folder: Path, fresh: State, stores: Mapping[str, Store] = NOTHING) -> S
                 ledger["version"],
                 {int(client): version for client, version in ledger["held"].items()},
                 frozenset(ledger["unused"]),
+                fresh.ledger.initial_known,
             ),
             sampler=tuple(saved["sampler"]),
             strategy=put_together(saved["strategy"], tensors, fresh.strategy),
