@@ -97,7 +97,7 @@ def page(width: float, height: float) -> tuple[plt.Figure, Axes]:
 
 
 def modules() -> plt.Figure:
-    """The packages. Imports that follow from others by way of a third package are left out."""
+    """The packages. Imports implied by a chain of other imports are left out."""
     figure, axes = page(100, 82)
     boxes = {
         "cli": Box(36, 75, 24, 5, "cli", ("the command line",)),
@@ -147,7 +147,7 @@ def modules() -> plt.Figure:
     arrow(axes, (27, 34.5), (50, 11))
     arrow(axes, (50, 33.5), (31, 22.5))
     arrow(axes, (15, 18), (15, 3.9))
-    note(axes, 89.3, 22.5, "shared by\nboth faces")
+    note(axes, 89.3, 22.5, "shared by\nsimulation\nand flower")
     axes.plot([87.5, 88.3, 88.3, 87.5], [39, 39, 6, 6], color=GREY, linewidth=0.9)
     note(axes, 72, 77.5, "an arrow points to\nwhat is imported")
     return figure
@@ -174,8 +174,8 @@ def one_round() -> plt.Figure:
         (left, 27, 13, GREEN, "7  aggregate", "core/server.py  aggregate", "Strategy.combine, then Hook.on_sum,",
          "then Strategy.aggregate; the optimiser", "before or after it (Traits)"),
         (left, 14, 9, GREEN, "8  record", "core/records.py  record", "true bytes, seconds, the journal line"),
-        (left, 1, 11, GREEN, "9  publish", "core/server.py  publish", "core/ledger.py  next version, who holds which",
-         "core/sampling.py  Sampler.settle"),
+        (left, 1, 11, GREEN, "9  publish", "core/server.py  publish", "core/ledger.py  next version, held versions",
+         "core/sampling.py  Sampler.next_state"),
     ]  # fmt: skip
     boxes = [Box(x, y, width, height, title, tuple(lines), colour) for x, y, height, colour, title, *lines in steps]
     for box in boxes:
@@ -184,7 +184,7 @@ def one_round() -> plt.Figure:
     for upper, lower in ((0, 1), (2, 3), (3, 4), (4, 5), (6, 7), (7, 8)):
         arrow(axes, boxes[upper].bottom, boxes[lower].top)
     arrow(axes, packages.right, (send.x + 10, send.top[1]))
-    note(axes, 73, 96, "package: header, mask,\npositions, weights, statistics")
+    note(axes, 73, 96, "package: header, mask,\npositions, values, statistics")
     arrow(axes, (compress.x + 10, compress.y), aggregate.right)
     note(axes, 73, 37.5, "upload: header, positions,\nvalues, statistics")
     spans = (
@@ -199,7 +199,7 @@ def one_round() -> plt.Figure:
         axes.text(11.6, (low + high) / 2, name, ha="right", va="center", size=10, weight="bold")
     axes.plot([13.5, 102], [25, 25], color=GREY, linewidth=0.9, linestyle=(0, (4, 3)))
     ahead = "simulation/lookahead.py, on a GPU: packages\nand training of the guessed next round\n"
-    note(axes, 62, 20, ahead + "start here, beside steps 8 and 9")
+    note(axes, 62, 20, ahead + "start here, during steps 8 and 9")
     return figure
 
 
