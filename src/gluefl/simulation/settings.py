@@ -1,6 +1,6 @@
 """What `train` can be told: what is computed (`Setting`), when it is evaluated, and how it is carried out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -54,7 +54,7 @@ class Setting:
     devices: AnyDevices = Instant()  # noqa: RUF009 - frozen
     arrivals: Arrivals = Arrivals()  # noqa: RUF009 - frozen
     evaluation: Evaluation = Evaluation()
-    initial_weights: Path | None = None  # a safetensors file instead of the weights of the module
+    initial_weights: Path | str | None = None  # a safetensors file instead of the weights of the module
 
 
 @checked
@@ -77,6 +77,11 @@ class Options:
     residual_device_bytes: NonNegativeCount | None = None  # on a GPU: a third of what is free
     residual_half: bool = False  # half precision rounds what clients remember
     description: str | None = field(default=None, repr=False)  # the text of config.toml, if it was made from one
+
+    def problems(self) -> Iterator[str]:
+        """A run is resumed from its folder."""
+        if self.resume and self.out is None:
+            yield "resume = True needs out, the folder of the run to go on with"
 
     @property
     def folder(self) -> Path | None:

@@ -3,14 +3,15 @@
 `docs/your-own-strategy.md` shows how to write another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gluefl.parameters import Has, checked
 from gluefl.randomness import stream
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse, add_all
@@ -67,13 +68,23 @@ class Upload:
     statistics: Tensor
 
 
+Codec = Annotated[ValueCodec, Has(("code", "measure", "longest", "encode", "decode"))]
+
+
+@checked
 @dataclass(frozen=True)
 class Traits:
     """What a strategy declares about itself."""
 
-    upload_codec: ValueCodec = FLOAT32  # of the values that clients send
-    package_codec: ValueCodec = FLOAT32  # of the weights that the server sends
+    upload_codec: Codec = FLOAT32  # of the values that clients send
+    package_codec: Codec = FLOAT32  # of the weights that the server sends
     optimizer_acts_on: Literal["sum", "update"] = "update"  # the sum before selection, or the update that is published
+
+    def problems(self) -> Iterator[str]:
+        """The number of a codec takes one byte in a message."""
+        for codec in (self.upload_codec, self.package_codec):
+            if codec.code not in range(256):
+                yield f"the code of {type(codec).__name__} must be a number from 0 to 255; found {codec.code!r}"
 
 
 class Strategy(Protocol):

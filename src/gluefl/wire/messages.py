@@ -10,6 +10,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gluefl.errors import WireError
@@ -172,7 +173,7 @@ def _read_header(data: bytes, expected: Expected) -> tuple[Header, memoryview]:
         raise WireError("the header's checksum is wrong: the message was damaged")
     (_, format_, kind, precision, run, layout, round_, base, version, flags, base_hash, hash_, weight, loss, samples,
      statistics, size, body_bytes, body_sum) = HEADER.unpack(fields)  # fmt: skip
-    for name, found, needed in (
+    for name, actual, needed in (
         ("format", format_, FORMAT),
         ("kind", kind, expected.kind),
         ("precision", precision, PRECISION),
@@ -183,8 +184,8 @@ def _read_header(data: bytes, expected: Expected) -> tuple[Header, memoryview]:
         ("body length", body_bytes, len(data) - HEADER_BYTES),
         ("unknown flags", flags & ~ACCEPTED, 0),
     ):
-        if found != needed:
-            raise WireError(f"{name} is {found}, {needed} was expected")
+        if actual != needed:
+            raise WireError(f"{name} is {actual}, {needed} was expected")
     body = memoryview(data)[HEADER_BYTES:]
     if zlib.crc32(body) != body_sum:
         raise WireError("the body's checksum is wrong: the message was damaged")
@@ -242,7 +243,13 @@ class _Reader:
             )
         if code != codec.code:
             raise WireError(f"codec {code} for {name} was found, {codec.code} was expected")
-        return codec.decode(self._take(size), count)
+        values = codec.decode(self._take(size), count)
+        if values.dtype != torch.float32 or values.shape != (count,):
+            raise WireError(
+                f"codec {code} decoded {name} as {values.dtype} {tuple(values.shape)}, "
+                f"{count} of {torch.float32} were expected"
+            )
+        return values
 
     def end(self) -> None:
         if self.at != len(self.body):
