@@ -25,7 +25,7 @@ class Ledger:
 
     @classmethod
     def init(cls, size: int, device: torch.device | str = "cpu") -> "Ledger":
-        """Nothing has changed yet and nobody holds anything."""
+        """Nothing has changed yet and no client holds a version."""
         return cls(torch.zeros(size, dtype=torch.int32, device=device))
 
     def base(self, client: int) -> int | None:

@@ -71,8 +71,8 @@ class RunFolder:
             before = Fingerprint(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise GlueFLError(
-                f"{path} is damaged or missing ({type(error).__name__}: {error}), so nothing tells whether data, model "
-                "and loss are those that the run was started with. Start the run again in another folder."
+                f"{path} is damaged or missing ({type(error).__name__}: {error}), so that nothing shows whether data, "
+                "model and loss are those that the run was started with. Start the run again in another folder."
             ) from error
         check_same(before, self.identity)
 

@@ -1,4 +1,4 @@
-"""What `train` can be told: what is computed (`Setting`), when it is evaluated, and how it is carried out."""
+"""The parameters of `train`: what is computed (`Setting`), when it is evaluated, and how it is carried out."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -33,7 +33,7 @@ class Space:
         return sum(self.tensors)
 
     def segments(self, scope: str) -> tuple[int, ...]:
-        """Over which parts top-k is taken: the whole vector (the paper) or every tensor by itself."""
+        """Over which parts top-k is taken: the whole vector (the paper) or each tensor separately."""
         return self.tensors if scope == "tensor" else (self.size,)
 
     def mask(self, value: bool) -> Mask:
@@ -43,7 +43,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Task:
-    """What a client is told: the round, the mask both sides know (M^t), its nominal weight (ν_i), who it is."""
+    """What a client receives: the round, the mask both sides know (M^t), its nominal weight (ν_i), its number."""
 
     round: int
     mask: Mask
@@ -118,6 +118,6 @@ class Strategy(Protocol):
 
 
 def weighted_sum(uploads: Sequence[Upload], space: Space) -> Tensor:
-    """Σ ν_i Δ_i, always in the order of the uploads: the same bits whoever was trained first."""
+    """Σ ν_i Δ_i, always in the order of the uploads: the same bits in whatever order clients were trained."""
     total = torch.zeros(space.size, device=space.device)
     return add_all(total, [upload.update for upload in uploads], [upload.weight for upload in uploads])

@@ -21,7 +21,7 @@ class Hook(Protocol):
         ...
 
     def on_sum(self, total: Tensor, uploads: Sequence[Upload], round: int) -> Tensor:
-        """Server: the sum to go on with instead of `total`."""
+        """Server: the sum to use instead of `total`."""
         ...
 
 

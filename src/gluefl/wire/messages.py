@@ -49,7 +49,7 @@ class Header:
     round: int
     base: int | None  # None: the package holds the whole model
     version: int  # the version the client holds after the package; in an upload, the version it holds
-    base_hash: bytes = NO_HASH  # of the replica at `base`; zeros where nobody computed it
+    base_hash: bytes = NO_HASH  # of the replica at `base`; zeros where it was not computed
     hash: bytes = NO_HASH  # of the replica at `version`
     weight: float = 0.0  # ν_i, the nominal weight
     loss: float = 0.0
@@ -69,9 +69,9 @@ def message_bytes(encoding: Encoding) -> int:
 
 def expected_bytes(body: Body) -> int:
     """About the length of the message, before its positions are encoded: their entropy is nearly reached."""
-    count, size, known = body.update.count, body.update.size, body.shared.mask.count
-    beside = known if known <= count else 0  # positions that follow from the mask
-    mask_bytes = entropy_bytes(known, size) if body.sends_mask else 0
+    count, size, covered = body.update.count, body.update.size, body.shared.mask.count
+    beside = covered if covered <= count else 0  # positions that follow from the mask
+    mask_bytes = entropy_bytes(covered, size) if body.sends_mask else 0
     rest_bytes = body.codec.measure(body.update)() + 4 * body.statistics.numel()
     return AROUND_BYTES + rest_bytes + mask_bytes + entropy_bytes(count - beside, size - beside)
 

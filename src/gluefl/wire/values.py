@@ -28,7 +28,7 @@ class ValueCodec(Protocol):
         ...
 
     def encode(self, values: Tensor) -> bytes:
-        """The bytes of some values."""
+        """The bytes of the values."""
         ...
 
     def decode(self, data: memoryview, count: int) -> Tensor:
@@ -51,7 +51,7 @@ class Float32:
         return 4 * size
 
     def encode(self, values: Tensor) -> bytes:
-        """The bytes of some values."""
+        """The bytes of the values."""
         return values.detach().cpu().numpy().astype("<f4", copy=False).tobytes()
 
     def decode(self, data: memoryview, count: int) -> Tensor:
