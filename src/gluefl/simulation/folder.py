@@ -94,9 +94,9 @@ def description(
         "population": type(population).__name__,
         "importance": setting.importance,
     }
-    parts = {
+    parts = {  # under the names of their tables in a configuration, as far as they have one
         "strategy": strategy,
-        "sampler": sampler,
+        "sampling": sampler,
         "training": setting.training,
         "server": setting.server,
         "devices": setting.devices,
