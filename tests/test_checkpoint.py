@@ -5,9 +5,12 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from federations import LAYOUT, Unreliable, measured, simulation
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky
@@ -16,6 +19,7 @@ from gluefl.core.optimizer import Server
 from gluefl.errors import GlueFLError
 from gluefl.simulation.round import play
 from gluefl.storage import checkpoint
+from gluefl.storage.tree import put_together, take_apart
 from gluefl.vectors.mask import Mask
 
 STRATEGIES = [
@@ -30,18 +34,26 @@ def lose(client: int, clock_s: int) -> float | None:
     return {0: 0.5, 1: 1.5}.get((client * 31 + clock_s * 17) % 11 % 5)
 
 
-def assert_same(found, state) -> None:
+def assert_same(loaded, state) -> None:
     """Field by field, through dataclasses, to the last bit."""
-    assert type(found) is type(state)
+    assert type(loaded) is type(state)
     if dataclasses.is_dataclass(state):
         for field in dataclasses.fields(state):
-            assert_same(getattr(found, field.name), getattr(state, field.name))
+            assert_same(getattr(loaded, field.name), getattr(state, field.name))
     elif isinstance(state, Mask):
-        assert torch.equal(found.bits, state.bits)
+        assert torch.equal(loaded.bits, state.bits)
+    elif isinstance(state, dict):
+        assert loaded.keys() == state.keys()
+        for name in state:
+            assert_same(loaded[name], state[name])
+    elif isinstance(state, tuple):
+        assert len(loaded) == len(state)
+        for one, other in zip(loaded, state):
+            assert_same(one, other)
     elif isinstance(state, torch.Tensor):
-        assert found.dtype == state.dtype and torch.equal(found, state)
+        assert loaded.dtype == state.dtype and torch.equal(loaded, state)
     else:
-        assert found == state
+        assert loaded == state
 
 
 def played(strategy, folder, rounds=9):
@@ -88,6 +100,76 @@ def test_a_checkpoint_of_another_version_is_refused(version, tmp_path) -> None:
     (tmp_path / "state.json").write_text(json.dumps(saved | {"version": version}))
     with pytest.raises(GlueFLError, match=f"format {version}"):
         checkpoint.load(tmp_path, fresh, {"residuals": f.residuals})
+
+
+ELSEWHERE = [None, True, -1, 1.5, "x", [], ["x"], {}, {"tuple": 3}, {"tensor": "none"}, {"fields": {"nothing": 1}}]
+
+
+@pytest.mark.parametrize("value", ELSEWHERE, ids=repr)
+def test_a_damaged_state_is_refused_or_read_whatever_was_damaged(value, tmp_path) -> None:
+    f, fresh, state = played(GlueFL(), tmp_path, rounds=2)
+    checkpoint.save(tmp_path, state, {"residuals": f.residuals})
+    saved = json.loads((tmp_path / "state.json").read_text())
+    for path in paths(saved):
+        (tmp_path / "state.json").write_text(json.dumps(damaged(saved, path, value)))
+        try:
+            loaded = checkpoint.load(tmp_path, fresh, {})
+        except GlueFLError:
+            continue
+        assert isinstance(loaded.round, int) and loaded.round >= 0 and isinstance(loaded.clock_s, float), path
+        assert all(isinstance(client, int) for client in loaded.sampler), path
+
+
+def paths(tree, path=()) -> list[tuple]:
+    below = tree.items() if isinstance(tree, dict) else ()
+    return [path, *(deeper for name, part in below for deeper in paths(part, (*path, name)))][:40]
+
+
+def damaged(tree, path, value):
+    return value if not path else {**tree, path[0]: damaged(tree[path[0]], path[1:], value)}
+
+
+def test_a_state_nested_too_deeply_is_refused(tmp_path) -> None:
+    f, fresh, state = played(FedAvg(), tmp_path, rounds=1)
+    checkpoint.save(tmp_path, state, {"residuals": f.residuals})
+    (tmp_path / "state.json").write_text("[" * 100_000)
+    with pytest.raises(GlueFLError, match="is damaged"):
+        checkpoint.load(tmp_path, fresh, {})
+
+
+def test_a_damaged_checkpoint_leaves_the_files_of_stores_alone(tmp_path) -> None:
+    f, fresh, state = played(GlueFL(), tmp_path, rounds=2)
+    checkpoint.save(tmp_path, state, {"residuals": f.residuals})
+    saved = json.loads((tmp_path / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps({**saved, "round": "x"}))
+    (tmp_path / "residuals-7.bin").write_bytes(b"of a later checkpoint")
+    with pytest.raises(GlueFLError, match="is damaged"):
+        checkpoint.load(tmp_path, fresh, {"residuals": Residuals(LAYOUT.size, tmp_path)})
+    assert (tmp_path / "residuals-7.bin").exists()
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.text() | st.builds(torch.full, st.just((2,)), st.integers(0, 9))
+NAMES = st.text("ab.\\", max_size=3)
+TREES = st.recursive(
+    LEAVES, lambda parts: st.dictionaries(NAMES, parts, max_size=3) | st.lists(parts, max_size=3).map(tuple)
+)
+
+
+@given(TREES)
+@example({"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}})
+def test_a_tree_survives_whatever_its_names(tree) -> None:
+    skeleton, tensors = take_apart(tree, "strategy")
+    assert_same(put_together(json.loads(json.dumps(skeleton)), tensors, None), tree)
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+def test_a_named_tuple_is_refused_before_training() -> None:
+    with pytest.raises(GlueFLError, match="a checkpoint holds"):
+        take_apart({"pair": Pair(1, 2)}, "strategy")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")

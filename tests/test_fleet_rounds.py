@@ -65,7 +65,7 @@ class Quitters(Fleet):
 
 
 def test_nobody_online_ends_in_a_message_and_not_in_a_loop():
-    with pytest.raises(GlueFLError, match="nobody was online"):
+    with pytest.raises(GlueFLError, match="no client was online"):
         journal(SAMPLERS["sticky"], Absent("edge", "always"), rounds=1)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ from gluefl import (
     Sticky,
     Uniform,
 )
+from gluefl.clients.rules import TorchOptimizer
 from gluefl.config import to_toml, validated, variants
 from gluefl.errors import UsageError
 from gluefl.parameters import Count, NoneAs, ParameterError, Share, checked, declarations, model_of
@@ -275,9 +277,36 @@ def test_arrays_stand_on_one_line() -> None:
 def test_a_run_made_in_python_describes_itself_in_toml(tmp_path) -> None:
     small_run(out=tmp_path / "run", rounds=1, strategy=GlueFL(regenerate_every=None), server=Server(lr=1))
     tree = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
-    assert tree["GlueFL"] == {"q": 0.2, "q_shared": 0.16, "compensation": "rescaled", "scope": "vector"}
-    assert tree["Server"] == {"lr": 1.0, "momentum": 0.0} and tree["LocalSGD"]["steps"] == 2 and tree["seed"] == 1
-    assert "epochs" not in tree["LocalSGD"]
+    gluefl = {"type": "GlueFL", "q": 0.2, "q_shared": 0.16, "compensation": "rescaled", "scope": "vector"}
+    assert tree["strategy"] == gluefl and tree["server"] == {"type": "Server", "lr": 1.0, "momentum": 0.0}
+    assert tree["training"]["steps"] == 2 and "epochs" not in tree["training"] and tree["seed"] == 1
+
+
+class Plain:
+    """A hook that is no dataclass: its `repr` has an address."""
+
+    def on_delta(self, delta, task):
+        return delta
+
+    def on_sum(self, total, uploads, round):
+        return total
+
+
+@dataclass(frozen=True)
+class Scale(Plain):
+    factor: float
+
+    def on_sum(self, total, uploads, round):
+        return self.factor * total
+
+
+def test_a_run_with_functions_and_objects_is_described_without_their_addresses(tmp_path) -> None:
+    rule = TorchOptimizer(factory=lambda parameters, lr: torch.optim.SGD(parameters, lr), steps=1, batch=5)
+    for out in ("a", "b"):
+        small_run(out=tmp_path / out, rounds=1, training=rule, hooks=(Plain(), Scale(1.0), Scale(0.5)))
+    text = (tmp_path / "a" / "config.toml").read_text()
+    assert "0x" not in text and text == (tmp_path / "b" / "config.toml").read_text()
+    assert [hook.get("factor") for hook in tomllib.loads(text)["hooks"]] == [None, 1.0, 0.5]  # two of one type
 
 
 def test_reading_a_configuration_file_needs_no_torch() -> None:

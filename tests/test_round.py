@@ -322,5 +322,5 @@ def test_without_anybody_online_nothing_is_guessed() -> None:
     player = LookAhead()
     state, _ = player(sim, state)
     assert player.guess is None
-    with pytest.raises(GlueFLError, match="nobody was online"):
+    with pytest.raises(GlueFLError, match="no client was online"):
         player(sim, state)

@@ -183,7 +183,7 @@ def _check(instance: Any, model: type[Parameters]) -> None:
     try:
         rules = instance.problems() if hasattr(instance, "problems") else ()
         problems += [Problem("", message) for message in rules]
-    except (TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         if not problems:  # otherwise a rule met a value that is refused already
             raise
     if problems:

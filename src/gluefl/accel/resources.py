@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,49 +24,60 @@ class Resources:
         self.streams: dict[tuple[int, str], torch.cuda.Stream] = {}  # by device and purpose
         self.graphs: dict[tuple[object, ...], Any] = {}  # captured passes of top-k, by device, stream and length
         self.of_thread = threading.local()
+        self._pool: ThreadPoolExecutor | None = None
+        self._one_thread: ThreadPoolExecutor | None = None
 
-    @cached_property
+    @property
     def pool(self) -> ThreadPoolExecutor:
         """A thread per core."""
         from gluefl.accel.threads import available, pool_of
 
-        return pool_of(available())
+        with self.lock:  # runs in two threads must not make two pools
+            self._pool = self._pool or pool_of(available())
+            return self._pool
 
-    @cached_property
+    @property
     def one_thread(self) -> ThreadPoolExecutor:
         """One thread that does its tasks in order."""
         from gluefl.accel.threads import pool_of
 
-        return pool_of(1)
+        with self.lock:
+            self._one_thread = self._one_thread or pool_of(1)
+            return self._one_thread
 
     def close(self) -> None:
         """Finish the tasks under way and release everything."""
-        for name in ("one_thread", "pool"):  # the first hands tasks to the second
-            if name in vars(self):
-                getattr(self, name).shutdown(wait=True)
+        for executor in (self._one_thread, self._pool):  # the first hands tasks to the second
+            if executor is not None:
+                executor.shutdown(wait=True)
         self.streams.clear()
         self.graphs.clear()
 
 
 _open: list[Resources] = []  # at most one; empty when no run is in progress
+_OPENING = threading.Lock()  # guards `_open` and `users`
 
 
 def current() -> Resources | None:
     """The resources of the run in progress, None outside of one."""
-    return _open[-1] if _open else None
+    return next(iter(_open), None)  # one operation: another thread may empty the list meanwhile
 
 
 @contextmanager
 def resources() -> Iterator[Resources]:
     """Open the resources of a run, or share those of a run in progress."""
-    held = current() or Resources()
-    if not held.users:
-        _open.append(held)
-    held.users += 1
+    with _OPENING:
+        held = current() or Resources()
+        if not held.users:
+            _open.append(held)
+        held.users += 1
     try:
         yield held
     finally:
-        held.users -= 1
-        if not held.users:
-            _open.remove(held)
+        with _OPENING:
+            held.users -= 1
+            is_last = not held.users
+            if is_last:
+                _open.remove(held)
+        if is_last:
             held.close()

@@ -1,4 +1,4 @@
-"""CUDA streams, events and copies. On a CPU every function here does the plain thing at once."""
+"""CUDA streams, events and copies. On a CPU every function here works synchronously."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from gluefl.accel.resources import current
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Whether a device computes while the host goes on."""
+    """Whether a device computes while the host continues."""
     return device.type != "cpu"
 
 

@@ -20,7 +20,7 @@ class Optimizer(Protocol):
         ...
 
     def step(self, state: Any, update: Sparse) -> tuple[Any, Sparse]:
-        """The next state, and the update to go on with: on the same positions."""
+        """The next state, and the update to use instead, on the same positions."""
         ...
 
 

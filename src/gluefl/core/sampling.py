@@ -38,10 +38,10 @@ class Group:
     name: str
     clients: tuple[int, ...]
     quota: int
-    weights: tuple[float, ...]  # ν_i, told to each client with its task
+    weights: tuple[float, ...]  # ν_i, sent to each client with its task
 
     def actual_weights(self, used: Sequence[int]) -> dict[int, float]:
-        """The weights of those that were used: when fewer than the quota arrived, each stands for more.
+        """The weights of those that were used: when fewer than the quota arrived, each weighs more.
 
         The weight of the group as a whole stays what it was, with equal weights too.
         """
@@ -72,7 +72,7 @@ class Sampler(Protocol):
         ...
 
     def invite(self, state: tuple[int, ...], pool: Pool, rng: np.random.Generator) -> tuple[Group, ...]:
-        """The groups to invite; smaller than asked for, or empty, when too few clients are online."""
+        """The groups to invite; smaller than wanted, or empty, when too few clients are online."""
         ...
 
     def next_state(self, state: tuple[int, ...], used: Iterable[int], rng: np.random.Generator) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class Uniform:
 @checked
 @dataclass(frozen=True)
 class Sticky:
-    """C clients from a sticky group of S, K−C from outside it; who is new replaces someone who sat idle.
+    """C clients from a sticky group of S, K−C from outside it; newcomers replace sticky clients that were not used.
 
     Unbiased weights are ν_i = S/C · p_i inside and (N−S)/(K−C) · p_i outside. A number between S/N (unbiased)
     and C/K (equal) instead gives the sticky group that share of the whole weight.
@@ -176,7 +176,7 @@ class Sticky:
         """Two groups. One that is too small gives what it has and the other takes the rest."""
         sticky_wanted, others_wanted = self.invitations()
         members = frozenset(state)
-        # Asked one by one, and no further than needed: whether a client is online has to be computed.
+        # Checked one by one, and no further than needed: whether a client is online has to be computed.
         available = (client for client in rng.permutation(state).tolist() if pool.is_online(client))
         sticky = list(islice(available, sticky_wanted))
         others_wanted += sticky_wanted - len(sticky)
@@ -227,7 +227,7 @@ def draw(rng: np.random.Generator, size: int, wanted: int, accept: Callable[[int
                 drawn[client] = accept(client)
                 taken += [client] if drawn[client] else []
     if size > LISTABLE:
-        return taken  # almost nobody is online; a pool this large is never listed
+        return taken  # hardly any client is online; a pool this large is never listed
     # Rejection has become slow: few are left or few are online. Only now the whole pool is looked at.
     rest = (int(c) for c in rng.permutation(size) if int(c) not in drawn)
     for client in rest:

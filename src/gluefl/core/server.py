@@ -18,7 +18,7 @@ from gluefl.core.sampling import Group, Pool, Sampler
 from gluefl.errors import UsageError
 from gluefl.randomness import stream
 from gluefl.strategies import Space, Strategy, Traits, Upload
-from gluefl.strategies.hooks import Hook
+from gluefl.strategies.hooks import Hook, hooked_sum
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import Masked, Sparse, nothing, whole
 
@@ -42,6 +42,8 @@ class Core:
     initial: Initial = "download"
 
     def __post_init__(self) -> None:
+        if isinstance(self.strategy, type):
+            raise UsageError(f"{self.strategy.__name__} is a class: pass an object of it, {self.strategy.__name__}(…).")
         missing = [name for name in PARTS if not hasattr(self.strategy, name)]
         if missing:
             raise UsageError(
@@ -172,8 +174,7 @@ def aggregate(core: Core, state: State, uploads: Sequence[Upload], round: int) -
 def _update(core: Core, state: State, uploads: Sequence[Upload], round: int) -> tuple[Any, Any, Sparse]:
     """Sum, hooks, optimiser and selection, in the order that the strategy declares."""
     total, optimizer = core.strategy.combine(state.strategy, uploads, round), state.optimizer
-    for hook in core.hooks:
-        total = hook.on_sum(total, uploads, round)
+    total = hooked_sum(core.hooks, total, uploads, round)
     if core.traits.optimizer_acts_on == "sum":
         optimizer, stepped = core.optimizer.step(optimizer, whole(total))
         total = stepped.dense()

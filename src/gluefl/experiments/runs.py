@@ -109,10 +109,8 @@ class Run:
 
     def size(self, key: str) -> int | None:
         """A size of its sampler (`cohort`, `sticky_size`, `sticky_cohort`)."""
-        for table in ("sampling", "Sticky", "Uniform"):  # runs started in Python describe their parts by type
-            if isinstance(value := self.config.get(f"{table}.{key}"), int):
-                return value
-        return None
+        value = self.config.get(f"sampling.{key}")
+        return value if isinstance(value, int) else None
 
 
 def find(folders: Iterable[Path]) -> list[Path]:

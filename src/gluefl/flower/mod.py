@@ -22,7 +22,7 @@ from gluefl.flower.arrays import Table
 from gluefl.flower.messages import BODY, OURS, Said, Told, digest, is_ours, read_package, upload
 from gluefl.flower.node_store import NodeStore
 from gluefl.strategies import Space, Strategy, Task
-from gluefl.strategies.hooks import Hook
+from gluefl.strategies.hooks import Hook, hooked_delta
 from gluefl.strategies.registry import STRATEGIES
 from gluefl.vectors.sparse import whole
 
@@ -79,8 +79,7 @@ class GlueFLMod:
         weights, statistics = held.table.flatten(trained)
         delta = weights - held.replica.weights
         _check_finite(delta, statistics)
-        for hook in self.hooks:
-            delta = hook.on_delta(delta, held.task)
+        delta = hooked_delta(self.hooks, delta, held.task)
         update, residual = held.strategy.compress(delta, held.task, residual)
         codec = held.strategy.traits(held.task.space).upload_codec
         body = wire.Body(update, statistics, held.shared, False, codec)

@@ -1,4 +1,4 @@
-"""Who is invited, how long everybody takes, and who arrives in time."""
+"""Who is invited, how long each client takes, and who arrives in time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ def invite(sim: Simulation, state: State, round: int) -> tuple[float, tuple[Grou
             break  # nothing will ever change
         clock_s = later_s
     raise GlueFLError(
-        f"round {round}: nobody was online between {state.clock_s:.0f} s and {clock_s:.0f} s. "
+        f"round {round}: no client was online between {state.clock_s:.0f} s and {clock_s:.0f} s. "
         "Check fleet.availability and its file."
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gluefl import __version__
 from gluefl.clients.rules import Loss
 from gluefl.errors import UsageError
+from gluefl.parameters import checked
 from gluefl.populations import Population, Samples
 from gluefl.vectors.layout import Layout
 
@@ -20,6 +21,7 @@ SAME_LOSS = 1e-3  # relative: another CPU or GPU rounds differently, another los
 PROBED = 8  # test samples
 
 
+@checked
 @dataclass(frozen=True)
 class Fingerprint:
     """Hashes of the data and the module, the loss of the initial model on a few samples, and versions."""
@@ -35,26 +37,27 @@ class Fingerprint:
 
 
 def fingerprint(module: nn.Module, layout: Layout, population: Population, loss: Loss) -> Fingerprint:
-    """Look at some clients, the test samples, the module and its loss."""
+    """Of the first, the middle and the last client, the test samples, the module and its loss."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update(repr((population.clients, population.classes, tuple(population.shape))).encode())
     test = population.test()
     clients = sorted({0, population.clients // 2, population.clients - 1})
     for samples in (test, *(population.train(client) for client in clients)):
-        for tensor in (samples.inputs, samples.labels):
-            digest.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
-            digest.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
-    weights, statistics = layout.flatten(module)
+        _add(digest, samples.inputs, samples.labels)
     structure = hashlib.blake2b(f"{module!r}".encode() + layout.fingerprint, digest_size=8)
-    for vector in (weights, statistics):
-        structure.update(vector.cpu().numpy().tobytes())
+    _add(structure, *module.parameters(), *module.buffers())  # frozen ones, too
     versions = {"gluefl": __version__, "torch": torch.__version__.split("+")[0], "numpy": np.__version__}
     return Fingerprint(digest.hexdigest(), structure.hexdigest(), _loss(module, population, test, loss), versions)
 
 
-def check_same(saved: dict[str, Any], current: Fingerprint) -> None:
+def _add(digest: "hashlib.blake2b", *tensors: Tensor) -> None:
+    for tensor in tensors:
+        digest.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def check_same(before: Fingerprint, current: Fingerprint) -> None:
     """Refuse to resume with other data, another module or another loss; warn of other versions."""
-    before = Fingerprint(**saved)
     differing = [
         name
         for name, same in (
@@ -83,7 +86,7 @@ def _close(a: float | None, b: float | None) -> bool:
 
 @torch.no_grad()
 def _loss(module: nn.Module, population: Population, test: Samples, loss: Loss) -> float | None:
-    device, training = next(module.parameters()).device, module.training
+    device, modes = next(module.parameters()).device, {part: part.training for part in module.modules()}
     inputs: Tensor = test.inputs[:PROBED].to(device)
     try:
         module.eval()
@@ -91,5 +94,6 @@ def _loss(module: nn.Module, population: Population, test: Samples, loss: Loss) 
     except Exception:
         return None  # what is wrong with the model or its data is reported when it is trained
     finally:
-        module.train(training)
+        for part, training in modes.items():
+            part.training = training
     return value if math.isfinite(value) else None

@@ -10,7 +10,7 @@ from torch import nn
 
 from gluefl.core.sampling import Sampler
 from gluefl.core.server import State
-from gluefl.errors import UsageError
+from gluefl.errors import GlueFLError, UsageError
 from gluefl.populations import Population
 from gluefl.simulation.fingerprint import Fingerprint, check_same
 from gluefl.simulation.settings import Options, Setting
@@ -68,9 +68,12 @@ class RunFolder:
 
     def _check_identity(self, path: Path) -> None:
         try:
-            before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return  # `checkpoint.load` refuses a damaged checkpoint
+            before = Fingerprint(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise GlueFLError(
+                f"{path} is damaged or missing ({type(error).__name__}: {error}), so that nothing shows whether data, "
+                "model and loss are those that the run was started with. Start the run again in another folder."
+            ) from error
         check_same(before, self.identity)
 
 
@@ -85,19 +88,26 @@ def description(
     """The configuration a run was made from; for one made in Python, its parts by their types and parameters."""
     if options.description is not None:
         return options.description
-    parts = (
-        strategy,
-        sampler,
-        setting.training,
-        setting.server,
-        setting.devices,
-        setting.arrivals,
-        setting.importance,
-        *setting.hooks,
-    )
-    tables = {
-        type(part).__name__: asdict(part) if is_dataclass(part) and not isinstance(part, type) else {"value": part}
-        for part in parts
+    scalars = {
+        "seed": setting.seed,
+        "model": type(module).__name__,
+        "population": type(population).__name__,
+        "importance": setting.importance,
+        "initial": setting.initial,
     }
-    names = {"model": type(module).__name__, "population": type(population).__name__, "initial": setting.initial}
-    return toml.dumps({"seed": setting.seed, **names, **tables})
+    parts = {  # under the names of their tables in a configuration, as far as they have one
+        "strategy": strategy,
+        "sampling": sampler,
+        "training": setting.training,
+        "server": setting.server,
+        "devices": setting.devices,
+        "arrivals": setting.arrivals,
+    }
+    tables = {key: _table(part) for key, part in parts.items()}
+    return toml.dumps({**scalars, **tables, "hooks": [_table(hook) for hook in setting.hooks]})
+
+
+def _table(part: object) -> dict[str, Any]:
+    """A part by its type and, if it is a dataclass, its parameters."""
+    parameters = asdict(part) if is_dataclass(part) and not isinstance(part, type) else {}
+    return {"type": type(part).__name__, **parameters}

@@ -1,13 +1,13 @@
-"""Look-ahead: begin the next round before the books of this one are done, so that a GPU never waits for the host.
+"""Look-ahead: begin the next round before this one is recorded, so that a GPU never waits for the host.
 
 When a round has been aggregated, it is known who was used, and nearly when the round ends and how long messages will
 be. That gives a guess of the next plan: its packages are encoded on a side stream and its cohort starts to train,
-while the host measures, records and publishes the current round. The next round asks for a training and for packages
-as always; it gets those of the guess where they are what it asks for, and new ones otherwise. So a wrong guess costs
+while the host measures, records and publishes the current round. The next round requests a training and packages
+as always; it gets those of the guess where they are the same, and new ones otherwise. So a wrong guess costs
 time and changes nothing. This file can be deleted: `run` then imports `player` from `round`.
 
-What the guess asks (`Sampler.invite`, `Sampler.next_state`, `Devices`) is asked again by the next round. Their answers
-depend on their arguments alone.
+What the guess calls (`Sampler.invite`, `Sampler.next_state`, `Devices`) is called again by the next round. Its results
+depend on its arguments alone.
 """
 
 import warnings
@@ -56,7 +56,7 @@ class Guess:
     """The next round as far as the current one could tell."""
 
     sim: Simulation
-    state: State  # its clock and books are nearly right, its model is exact
+    state: State  # its clock and ledger are nearly right, its model is exact
     packages: Packages
     cohort: Cohort | None
     outcomes: list[Iterator[Outcome]] = field(default_factory=list)  # of the cohort; emptied when they are taken
@@ -81,7 +81,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Trained:
-    """An engine that hands out the training of a guess once, if it is asked for exactly that."""
+    """An engine that returns the training of a guess once, if exactly that cohort is to be trained."""
 
     engine: Engine
     guess: Guess
@@ -101,11 +101,11 @@ class Trained:
 
 
 def guessed(sim: Simulation, state: State, begun: Begun) -> Guess | None:
-    """Begin the next round, or leave it to itself if anything is in the way."""
+    """Begin the next round; None if that is not possible yet."""
     try:
         return _guess(sim, state, begun)
     except (GlueFLError, torch.cuda.OutOfMemoryError):
-        return None  # no client will be online, as far as can be told, or there is no memory for it
+        return None  # no client is expected to be online, or there is no memory for it
     except Exception as error:
         warnings.warn(f"the next round could not be begun while this one ends: {error!r}", stacklevel=2)
         return None  # if it matters, the next round raises it again

@@ -1,4 +1,4 @@
-"""What a simulated federation is made of: the core that it shares with a real one, and what stands for the world."""
+"""A simulated federation: the core that it shares with a real one, and what simulates the rest."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

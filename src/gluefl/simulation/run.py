@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,8 @@ from gluefl.clients.trainers.choice import choose
 from gluefl.core.replica import Replica
 from gluefl.core.sampling import Pool, Sampler, Uniform
 from gluefl.core.server import Core, State, start
-from gluefl.errors import Diverged, Interrupted, UsageError
+from gluefl.errors import DataError, Diverged, Interrupted, UsageError
+from gluefl.parameters import Has, NonNegativeCount, check
 from gluefl.populations import Population
 from gluefl.randomness import stream
 from gluefl.simulation import folder as run_folder
@@ -76,6 +77,7 @@ def train(
     >>> result = gluefl.train(model, Glyphs(clients=300), GlueFL(), sampler=Sticky(10, 40, 8), rounds=50)
     >>> result.summary["down_bytes"]
     """
+    _check_arguments(model, population, sampler, rounds, setting, options)
     setting, options = setting or Setting(), options or Options()
     device = device_of(options.device)
     module = copy.deepcopy(model).to(device)
@@ -107,6 +109,19 @@ def train(
         whole_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         whole_file.replace(options.folder / "summary.json")
     return Result(module.cpu().eval(), journal.lines, summary)
+
+
+def _check_arguments(*arguments: Any) -> None:
+    """Refuse arguments of `train` that cannot be used, all of them in one message."""
+    kinds: dict[str, Any] = {
+        "model": nn.Module,
+        "population": Annotated[Any, Has(("clients", "classes", "shape", "size", "train", "test", "transform"))],
+        "sampler": Annotated[Any, Has(("cohort", "check", "init", "invite", "next_state"))] | None,
+        "rounds": NonNegativeCount,
+        "setting": Setting | None,
+        "options": Options | None,
+    }
+    check("train", **{name: (kind, value) for (name, kind), value in zip(kinds.items(), arguments, strict=True)})
 
 
 def _assemble(
@@ -213,6 +228,11 @@ def _evaluated(evaluator: Evaluator, state: State, device: torch.device) -> dict
         result = evaluator(state.weights, state.statistics)
     if not math.isfinite(result.loss):
         raise Diverged(f"round {state.round}: the test loss is {result.loss}: the training diverged.")
+    if not math.isfinite(result.accuracy):
+        raise UsageError(
+            f"round {state.round}: the metric is {result.accuracy} where the test loss is {result.loss:.4g}. "
+            "Pass Evaluation(metric=…) a function that returns one finite number per sample."
+        )
     return {"accuracy": result.accuracy, "test_loss": result.loss}
 
 
@@ -247,6 +267,8 @@ def _pool(population: Population, setting: Setting) -> Pool:
         return Pool(size, lambda client: 1 / size, speed=speed)
     sizes = [population.size(client) for client in range(size)]
     total = sum(sizes)
+    if not total:
+        raise DataError("importance = 'samples' needs clients that have samples; none of this population has any.")
     return Pool(size, lambda client: sizes[client] / total, speed=speed)
 
 
@@ -256,7 +278,7 @@ def _percentiles(evaluator: Evaluator, state: State, population: Population, cou
     return {f"p{p}": float(np.percentile(accuracies, p)) for p in (5, 10, 25, 50, 75, 90, 95)}
 
 
-def _load_weights(module: nn.Module, path: Path) -> None:
+def _load_weights(module: nn.Module, path: Path | str) -> None:
     try:
         module.load_state_dict(load_file(path))
     except Exception as error:

@@ -1,6 +1,6 @@
-"""What `train` can be told: what is computed (`Setting`), when it is evaluated, and how it is carried out."""
+"""The parameters of `train`: what is computed (`Setting`), when it is evaluated, and how it is carried out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -55,7 +55,7 @@ class Setting:
     arrivals: Arrivals = Arrivals()  # noqa: RUF009 - frozen
     evaluation: Evaluation = Evaluation()
     initial: Initial = "download"  # or known: every client has version 0 without a download
-    initial_weights: Path | None = None  # a safetensors file instead of the weights of the module
+    initial_weights: Path | str | None = None  # a safetensors file instead of the weights of the module
 
 
 @checked
@@ -78,6 +78,11 @@ class Options:
     residual_device_bytes: NonNegativeCount | None = None  # on a GPU: a third of what is free
     residual_half: bool = False  # half precision rounds what clients remember
     description: str | None = field(default=None, repr=False)  # the text of config.toml, if it was made from one
+
+    def problems(self) -> Iterator[str]:
+        """A run is resumed from its folder."""
+        if self.resume and self.out is None:
+            yield "resume = True needs out, the folder of the run to go on with"
 
     @property
     def folder(self) -> Path | None:

@@ -11,10 +11,11 @@ from gluefl import wire
 from gluefl.clients.cohort import Outcome
 from gluefl.core.sampling import Group, nominal_weights
 from gluefl.core.server import State
-from gluefl.errors import Diverged
+from gluefl.errors import Diverged, UsageError
 from gluefl.randomness import stream
 from gluefl.simulation.parts import Simulation
 from gluefl.strategies import Task, Upload
+from gluefl.strategies.hooks import hooked_delta
 
 DIVERGED = "The training diverged, or the model returns NaN: lower training.lr, or look at the model and its data."
 ENCODED_TOGETHER = 8  # uploads: fewer make more launches, with more the cores wait longer for the last
@@ -54,13 +55,19 @@ def compress(
         waiting.clear()
 
     for outcome in outcomes:
-        client, delta = outcome.client, outcome.delta
+        client = outcome.client
+        if client not in nominal or client in losses:
+            raise UsageError(
+                f"round {round}: the engine returned client {client}, which was "
+                f"{'returned before' if client in losses else 'not invited'}: it must return each client of the "
+                "cohort once."
+            )
+        _check_sizes(sim, outcome)
         losses[client] = outcome.loss
         if not isinstance(outcome.loss, Tensor):
             check_loss(outcome.loss, client, round)
         task = Task(round, shared.mask, nominal[client], core.space, client, core.seed)
-        for hook in core.hooks:
-            delta = hook.on_delta(delta, task)
+        delta = hooked_delta(core.hooks, outcome.delta, task)
         update, residual = core.strategy.compress(delta, task, sim.residuals.get(client, core.space.device))
         if residual is not None:
             sim.residuals[client] = residual
@@ -73,6 +80,19 @@ def compress(
     encode()
     uploads = _received(sim, state, groups, bodies, encodings, losses)
     return Sent(uploads, dict(sorted(encodings.items())), dict(sorted(losses.items())))
+
+
+def _check_sizes(sim: Simulation, outcome: Outcome) -> None:
+    layout = sim.core.layout
+    for name, vector, size in (
+        ("delta", outcome.delta, layout.size),
+        ("statistics", outcome.statistics, layout.statistics_size),
+    ):
+        if vector.dtype != layout.dtype or vector.shape != (size,):
+            raise UsageError(
+                f"the engine returned a {name} of {vector.dtype} {tuple(vector.shape)} for client {outcome.client}; "
+                f"it must be {layout.dtype} ({size},): a flat vector in the order of the layout."
+            )
 
 
 def _received(

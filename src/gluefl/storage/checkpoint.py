@@ -100,31 +100,51 @@ def load(folder: Path, fresh: State, stores: Mapping[str, Store] = NOTHING) -> S
                     f"{folder}: the checkpoint has {tensors[name].numel()} {name}, the model of this configuration "
                     f"has {getattr(fresh, name).numel()}. Resume with the configuration the run was started with."
                 )
-        for name, store in stores.items():
+        state = _state(saved, tensors, fresh)
+        for name, store in stores.items():  # last, because a store changes its files
             store.restore(saved["stores"][name])
-        ledger = saved["ledger"]
-        return State(
-            round=saved["round"],
-            clock_s=saved["clock_s"],
-            weights=tensors["weights"],
-            statistics=tensors["statistics"],
-            ledger=Ledger(
-                tensors["changed_at"],
-                ledger["version"],
-                {int(client): version for client, version in ledger["held"].items()},
-                frozenset(ledger["unused"]),
-                fresh.ledger.initial_known,
-            ),
-            sampler=tuple(saved["sampler"]),
-            strategy=put_together(saved["strategy"], tensors, fresh.strategy),
-            optimizer=put_together(saved["optimizer"], tensors, fresh.optimizer),
-            up_bytes=saved["up_bytes"],
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        return state
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise GlueFLError(
             f"the checkpoint in {folder} is damaged ({type(error).__name__}: {error}). "
             "Start the run again in another folder."
         ) from error
+
+
+def _state(saved: dict[str, Any], tensors: dict[str, Tensor], fresh: State) -> State:
+    ledger, changed_at = saved["ledger"], tensors["changed_at"]
+    if (changed_at.shape, changed_at.dtype) != (fresh.ledger.changed_at.shape, fresh.ledger.changed_at.dtype):
+        raise ValueError(f"changed_at is {changed_at.dtype} {tuple(changed_at.shape)}")
+    return State(
+        round=_count(saved["round"]),
+        clock_s=float(saved["clock_s"]),
+        weights=tensors["weights"],
+        statistics=tensors["statistics"],
+        ledger=Ledger(
+            changed_at,
+            _count(ledger["version"]),
+            {int(client): _count(version) for client, version in ledger["held"].items()},
+            frozenset(map(_count, ledger["unused"])),
+            fresh.ledger.initial_known,
+        ),
+        sampler=tuple(map(_integer, saved["sampler"])),
+        strategy=put_together(saved["strategy"], tensors, fresh.strategy),
+        optimizer=put_together(saved["optimizer"], tensors, fresh.optimizer),
+        up_bytes=None if saved["up_bytes"] is None else _count(saved["up_bytes"]),
+    )
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{value!r} where an integer is expected")
+    return value
+
+
+def _count(value: Any) -> int:
+    count = _integer(value)
+    if count < 0:
+        raise ValueError(f"{count} where a number of rounds, clients or bytes is expected")
+    return count
 
 
 def exists(folder: Path) -> bool:

@@ -27,7 +27,7 @@ def take_apart(value: Any, path: str) -> tuple[Skeleton, dict[str, Tensor]]:
     parts: dict[str, Any]
     if is_dataclass(value) and not isinstance(value, type):
         kind, parts = "fields", {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-    elif isinstance(value, tuple):
+    elif type(value) is tuple:  # a named tuple would come back without its names
         kind, parts = "tuple", {str(i): part for i, part in enumerate(value)}
     elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
         kind, parts = "dict", value
@@ -35,7 +35,8 @@ def take_apart(value: Any, path: str) -> tuple[Skeleton, dict[str, Tensor]]:
         raise GlueFLError(f"the state has {path} = {value!r}: {HOLDS}")
     skeletons, tensors = {}, dict[str, Tensor]()
     for name, part in parts.items():
-        skeletons[name], below = take_apart(part, f"{path}.{name}")
+        key = name.replace("\\", "\\\\").replace(".", "\\.")  # "a.b" in one dictionary is not "b" in a dictionary "a"
+        skeletons[name], below = take_apart(part, f"{path}.{key}")
         tensors |= below
     return {kind: skeletons}, tensors
 
@@ -57,7 +58,7 @@ def put_together(skeleton: Skeleton, tensors: Mapping[str, Tensor], fresh: Any) 
     if kind == "dict":
         named = fresh if isinstance(fresh, dict) else {}
         return {name: put_together(part, tensors, named.get(name)) for name, part in content.items()}
-    if not is_dataclass(fresh) or isinstance(fresh, type):
+    if kind != "fields" or not is_dataclass(fresh) or isinstance(fresh, type):
         raise ValueError(f"the state holds {sorted(content)}, where this program expects {fresh!r}")
     parts = {name: put_together(part, tensors, getattr(fresh, name)) for name, part in content.items()}
     return replace(fresh, **parts)

@@ -3,14 +3,15 @@
 `docs/your-own-strategy.md` shows how to write another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gluefl.parameters import Has, checked
 from gluefl.randomness import stream
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
@@ -38,7 +39,7 @@ class Space:
         return sum(self.tensors)
 
     def segments(self, scope: str) -> tuple[int, ...]:
-        """Over which parts top-k is taken: the whole vector (the paper) or every tensor by itself."""
+        """Over which parts top-k is taken: the whole vector (the paper) or each tensor separately."""
         return self.tensors if scope == "tensor" else (self.size,)
 
     def mask(self, value: bool) -> Mask:
@@ -48,7 +49,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Task:
-    """What a client is told: the round, the mask both sides know (M^t), its nominal weight (ν_i), who it is."""
+    """What a client receives: the round, the mask both sides know (M^t), its nominal weight (ν_i), its number."""
 
     round: int
     mask: Mask
@@ -73,13 +74,24 @@ class Upload:
     statistics: Tensor
 
 
+Codec = Annotated[ValueCodec, Has(("code", "measure", "longest", "encode", "decode"))]
+
+
+@checked
 @dataclass(frozen=True)
 class Traits:
-    """What a strategy declares about itself."""
+    """What a strategy declares about itself. Codecs are lossless for the values they are given: a strategy rounds in
+    `compress` what clients send, and in `aggregate` what the server publishes."""
 
-    upload_codec: ValueCodec = FLOAT32  # of the values that clients send
-    package_codec: ValueCodec = FLOAT32  # of the weights that the server sends
+    upload_codec: Codec = FLOAT32  # of the values that clients send
+    package_codec: Codec = FLOAT32  # of the weights that the server sends
     optimizer_acts_on: Literal["sum", "update"] = "update"  # the sum before selection, or the update that is published
+
+    def problems(self) -> Iterator[str]:
+        """The number of a codec takes one byte in a message."""
+        for codec in (self.upload_codec, self.package_codec):
+            if codec.code not in range(256):
+                yield f"the code of {type(codec).__name__} must be a number from 0 to 255; found {codec.code!r}"
 
 
 class Strategy(Protocol):
@@ -115,6 +127,6 @@ class Strategy(Protocol):
 
 
 def weighted_sum(uploads: Sequence[Upload], space: Space) -> Tensor:
-    """Σ ν_i Δ_i, always in the order of the uploads: the same bits whoever was trained first."""
+    """Σ ν_i Δ_i, always in the order of the uploads: the same bits in whatever order clients were trained."""
     total = torch.zeros(space.size, device=space.device)
     return add_all(total, [upload.update for upload in uploads], [upload.weight for upload in uploads])

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from gluefl.errors import UsageError
 from gluefl.strategies import Task, Upload
 
 
@@ -20,5 +21,30 @@ class Hook(Protocol):
         ...
 
     def on_sum(self, total: Tensor, uploads: Sequence[Upload], round: int) -> Tensor:
-        """Server: the sum to go on with instead of `total`."""
+        """Server: the sum to use instead of `total`."""
         ...
+
+
+def hooked_delta(hooks: Sequence[Hook], delta: Tensor, task: Task) -> Tensor:
+    """A client's update after all hooks."""
+    for hook in hooks:
+        delta = _like(delta, hook.on_delta(delta, task), f"{type(hook).__name__}.on_delta")
+    return delta
+
+
+def hooked_sum(hooks: Sequence[Hook], total: Tensor, uploads: Sequence[Upload], round: int) -> Tensor:
+    """The server's sum after all hooks."""
+    for hook in hooks:
+        total = _like(total, hook.on_sum(total, uploads, round), f"{type(hook).__name__}.on_sum")
+    return total
+
+
+def _like(given: Tensor, returned: object, name: str) -> Tensor:
+    if isinstance(returned, Tensor) and _form(returned) == _form(given):
+        return returned
+    form = _form(returned) if isinstance(returned, Tensor) else type(returned).__name__
+    raise UsageError(f"{name} returned {form}: it must return a tensor as the one it is given, {_form(given)}.")
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"

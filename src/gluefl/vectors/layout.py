@@ -58,7 +58,7 @@ class Layout:
     def of(cls, module: nn.Module, dtype: torch.dtype = torch.float32) -> "Layout":
         """The layout of a module; refuses a module that the vectors could not hold exactly."""
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        if not parameters:
+        if not any(parameter.numel() for _, parameter in parameters):
             raise UsageError(
                 f"{type(module).__name__} has no trainable parameter: there is nothing to learn. "
                 "Pass a module with parameters that require a gradient."
@@ -112,7 +112,8 @@ class Layout:
 
     def _join(self, parts: tuple[Part, ...], tensors: dict[str, Tensor]) -> Tensor:
         pieces = [tensors[part.name].detach().reshape(-1).to(self.dtype) for part in parts]
-        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self.dtype)
+        device = next(iter(tensors.values())).device  # of a module without statistics, too
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self.dtype, device=device)
 
 
 def split(parts: tuple[Part, ...], vector: Tensor) -> Iterator[tuple[str, Tensor]]:

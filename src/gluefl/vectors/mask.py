@@ -8,8 +8,8 @@ from torch import Tensor
 class Mask:
     """Booleans on a device that carry their count. The booleans are not to be written to.
 
-    Counting synchronises with a GPU. So a mask whose count follows from its construction is told it, and one that
-    was counted remembers it.
+    Counting synchronises with a GPU. So a mask whose count follows from its construction is given it, and one that
+    was counted keeps it.
 
     >>> Mask(torch.tensor([True, False, True])).count
     2
@@ -33,7 +33,7 @@ class Mask:
 
     @property
     def known_count(self) -> int | None:
-        """The count, if it can be told without counting."""
+        """The count, if no counting is needed."""
         return self._count
 
     @property
@@ -72,8 +72,8 @@ class Mask:
     def joined(self, other: "Mask") -> "Mask":
         """The positions of two masks that share none."""
         counts = self.known_count, other.known_count
-        known = counts[0] + counts[1] if counts[0] is not None and counts[1] is not None else None
-        return Mask(self.bits | other.bits, known)
+        count = counts[0] + counts[1] if counts[0] is not None and counts[1] is not None else None
+        return Mask(self.bits | other.bits, count)
 
     def split(self, sizes: tuple[int, ...]) -> list["Mask"]:
         """The masks of consecutive segments; the mask itself if there is only one."""

@@ -53,12 +53,12 @@ def top(values: Tensor, keep: Sequence[int], sizes: Sequence[int], round: int, a
             ]
         )
         eligible = list(sizes) if among is None else [None]
-    known = [min(max(k, 0), most) for k, most in zip(keep, eligible) if most is not None]
-    return Mask(bits, sum(known) if None not in eligible else None)
+    taken = [min(max(k, 0), most) for k, most in zip(keep, eligible) if most is not None]
+    return Mask(bits, sum(taken) if None not in eligible else None)
 
 
 def tie_break(positions: Tensor, round: int) -> Tensor:
-    """A fixed one-to-one hash of positions below 2^32, different in every round; the lowest goes first."""
+    """A fixed one-to-one hash of positions below 2^32, different in every round; the lowest is taken first."""
     x = positions ^ _salt(round)
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         x = x ^ (x >> 16)

@@ -1,4 +1,4 @@
-"""A part of a flat vector: some positions and their values.
+"""A part of a flat vector: positions and their values.
 
 One form per device. On a CPU positions are listed (`Listed`); on a GPU, where listing them would synchronise, the
 part is a mask and the whole vector (`Masked`). Both give the same bits.
@@ -55,7 +55,7 @@ class Sparse(Support, Protocol):
 
     @property
     def support(self) -> Support:
-        """The count alone, for those who keep it longer than the values."""
+        """The count alone, to be kept longer than the values."""
         ...
 
     @property

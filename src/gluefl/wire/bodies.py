@@ -32,7 +32,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Body:
-    """Values at some positions, the statistics, and the shared mask: sent in a package, known in an upload."""
+    """Values at positions, the statistics, and the shared mask: sent in a package, known in an upload."""
 
     update: Sparse
     statistics: Tensor

@@ -63,18 +63,18 @@ class PositionSet:
 
     def encode(self) -> Encoded:
         """Beside the shared mask if the positions include all of it, else on their own."""
-        shared, known = self.shared.mask, self.shared.mask.count if self.relative else 0
+        shared, covered = self.shared.mask, self.shared.mask.count if self.relative else 0
         if self.is_whole:
             return ABSOLUTE, squeeze(LaidOut(self.size, self.size))
         if self.listed is not None:  # a pass over the list is faster than one over a mask
             positions = self.listed.numpy()
-            unique = positions[np.flatnonzero(~shared.bits.numpy()[positions])] if known else positions
-            if known and positions.size - unique.size == known:
-                return BESIDE_MASK, squeeze(lay_out_list(self.shared.numbers[unique], self.size - known))
+            unique = positions[np.flatnonzero(~shared.bits.numpy()[positions])] if covered else positions
+            if covered and positions.size - unique.size == covered:
+                return BESIDE_MASK, squeeze(lay_out_list(self.shared.numbers[unique], self.size - covered))
             return ABSOLUTE, squeeze(lay_out_list(positions, self.size))
         mask = self.mask_given
-        if known and mask.count < self.size and Mask(mask.bits & shared.bits).count == known:
-            rest = Mask(mask.bits.index_select(0, self.shared.outside), mask.count - known)
+        if covered and mask.count < self.size and Mask(mask.bits & shared.bits).count == covered:
+            rest = Mask(mask.bits.index_select(0, self.shared.outside), mask.count - covered)
             return BESIDE_MASK, squeeze(lay_out(rest))
         return ABSOLUTE, squeeze(lay_out(mask))
 
@@ -238,11 +238,11 @@ def lay_out_together(
             place for place in places if sets[place].relative and 0 < counted[place][1] == shared.count
             and counted[place][0] < size
         ]  # fmt: skip
-        for relation, some_mask in ((BESIDE_MASK, shared), (ABSOLUTE, None)):
+        for relation, beside_mask in ((BESIDE_MASK, shared), (ABSOLUTE, None)):
             rows = [row for row, place in enumerate(places) if (place in beside) == (relation == BESIDE_MASK)]
             if rows:
-                left = [counted[places[row]][0] - (shared.count if some_mask is not None else 0) for row in rows]
-                read = lay_out_rows(rows_of(masks, rows), left, some_mask)
+                left = [counted[places[row]][0] - (shared.count if beside_mask is not None else 0) for row in rows]
+                read = lay_out_rows(rows_of(masks, rows), left, beside_mask)
                 parts.append((relation, [places[row] for row in rows], read))
 
     def done() -> list[tuple[int, LaidOut]]:
@@ -254,9 +254,9 @@ def lay_out_together(
 
 def _counts(sets: Sequence[PositionSet], masks: Tensor | None) -> list[Counts]:
     """The counts of sets, whose masks that are not whole are the rows of a matrix; synchronises if one is unknown."""
-    known = [one.known_counts() for one in sets]
-    if masks is None or None not in known:
-        return [counts or (0, 0) for counts in known]
+    counts_given = [one.known_counts() for one in sets]
+    if masks is None or None not in counts_given:
+        return [counts or (0, 0) for counts in counts_given]
     rows = iter(zip(*count_rows(masks, sets[0].shared.mask)))
     counted = []
     for one in sets:

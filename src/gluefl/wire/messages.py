@@ -10,6 +10,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gluefl.errors import WireError
@@ -48,7 +49,7 @@ class Header:
     round: int
     base: int | None  # None: the package holds the whole model
     version: int  # the version the client holds after the package; in an upload, the version it holds
-    base_hash: bytes = NO_HASH  # of the replica at `base`; zeros where nobody computed it
+    base_hash: bytes = NO_HASH  # of the replica at `base`; zeros where it was not computed
     hash: bytes = NO_HASH  # of the replica at `version`
     weight: float = 0.0  # ν_i, the nominal weight
     loss: float = 0.0
@@ -68,9 +69,9 @@ def message_bytes(encoding: Encoding) -> int:
 
 def expected_bytes(body: Body) -> int:
     """About the length of the message, before its positions are encoded: their entropy is nearly reached."""
-    count, size, known = body.update.count, body.update.size, body.shared.mask.count
-    beside = known if known <= count else 0  # positions that follow from the mask
-    mask_bytes = entropy_bytes(known, size) if body.sends_mask else 0
+    count, size, covered = body.update.count, body.update.size, body.shared.mask.count
+    beside = covered if covered <= count else 0  # positions that follow from the mask
+    mask_bytes = entropy_bytes(covered, size) if body.sends_mask else 0
     rest_bytes = body.codec.measure(body.update)() + 4 * body.statistics.numel()
     return AROUND_BYTES + rest_bytes + mask_bytes + entropy_bytes(count - beside, size - beside)
 
@@ -152,7 +153,7 @@ def decode(data: bytes, expected: Expected) -> tuple[Header, Body]:
     statistics = floats(reader.coded(expected.statistics, FLOAT32, "statistics"), expected.statistics)
     reader.end()
     positions = mask.positions
-    update = Listed(positions, expected.codec.decode(coded, positions), expected.size)
+    update = Listed(positions, _decoded(expected.codec, coded, positions), expected.size)
     return header, Body(update, statistics, shared, expected.kind == PACKAGE, expected.codec)
 
 
@@ -174,7 +175,7 @@ def _read_header(data: bytes, expected: Expected) -> tuple[Header, memoryview]:
         raise WireError("the header's checksum is wrong: the message was damaged")
     (_, format_, kind, precision, run, layout, round_, base, version, flags, base_hash, hash_, weight, loss, samples,
      statistics, size, body_bytes, body_sum) = HEADER.unpack(fields)  # fmt: skip
-    for name, found, needed in (
+    for name, actual, needed in (
         ("format", format_, FORMAT),
         ("kind", kind, expected.kind),
         ("precision", precision, PRECISION),
@@ -185,8 +186,8 @@ def _read_header(data: bytes, expected: Expected) -> tuple[Header, memoryview]:
         ("body length", body_bytes, len(data) - HEADER_BYTES),
         ("unknown flags", flags & ~ACCEPTED, 0),
     ):
-        if found != needed:
-            raise WireError(f"{name} is {found}, {needed} was expected")
+        if actual != needed:
+            raise WireError(f"{name} is {actual}, {needed} was expected")
     body = memoryview(data)[HEADER_BYTES:]
     if zlib.crc32(body) != body_sum:
         raise WireError("the body's checksum is wrong: the message was damaged")
@@ -253,6 +254,16 @@ class _Reader:
 
 def _section(relation: int, packed: Packed) -> bytes:
     return SECTION.pack(packed.codec, relation, 0, packed.count, len(packed.data)) + packed.data
+
+
+def _decoded(codec: ValueCodec, data: memoryview, positions: Tensor) -> Tensor:
+    values = codec.decode(data, positions)
+    if values.dtype != torch.float32 or values.shape != positions.shape:
+        raise WireError(
+            f"codec {codec.code} decoded {values.dtype} {tuple(values.shape)}, "
+            f"{positions.numel()} of {torch.float32} were expected"
+        )
+    return values
 
 
 def _coded(code: int, count: int, data: bytes) -> bytes:

@@ -57,7 +57,7 @@ def squeeze(laid_out: LaidOut) -> Packed:
 
 
 def unpack(packed: Packed, size: int) -> Mask:
-    """Decode into a mask of `size` entries, or refuse. Never allocates more than `size` asks for."""
+    """Decode into a mask of `size` entries, or refuse. Never allocates more than a mask of `size` entries needs."""
     codec, count, data = packed.codec, packed.count, packed.data
     if count > size:
         raise WireError(f"{count} positions are announced in a vector of {size}")

@@ -13,13 +13,13 @@ TOGETHER = 8  # parts that one pass adds
 
 
 @triton.jit
-def _added(found, vector, mask, weight, at, size):
+def _added(result, vector, mask, weight, at, size):
     held = tl.load(mask + at, mask=at < size, other=0) != 0
     product = tl.load(vector + at, mask=at < size) * weight
-    return tl.where(held, found + product, found)
+    return tl.where(held, result + product, result)
 
 
-# Rows of a matrix are aligned or not, and a kernel for every pattern of eight would be compiled: it is told of none.
+# Rows of a matrix are aligned or not, and a kernel for each pattern of eight would be compiled: none is declared.
 PARTS = [f"{name}{i}" for i in range(TOGETHER) for name in ("vector", "mask", "weight")]
 
 
@@ -32,30 +32,30 @@ def _add_kernel(
     size, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    found = _added(tl.load(total + at, mask=at < size), vector0, mask0, weight0, at, size)
+    result = _added(tl.load(total + at, mask=at < size), vector0, mask0, weight0, at, size)
     if COUNT > 1:
-        found = _added(found, vector1, mask1, weight1, at, size)
+        result = _added(result, vector1, mask1, weight1, at, size)
     if COUNT > 2:
-        found = _added(found, vector2, mask2, weight2, at, size)
+        result = _added(result, vector2, mask2, weight2, at, size)
     if COUNT > 3:
-        found = _added(found, vector3, mask3, weight3, at, size)
+        result = _added(result, vector3, mask3, weight3, at, size)
     if COUNT > 4:
-        found = _added(found, vector4, mask4, weight4, at, size)
+        result = _added(result, vector4, mask4, weight4, at, size)
     if COUNT > 5:
-        found = _added(found, vector5, mask5, weight5, at, size)
+        result = _added(result, vector5, mask5, weight5, at, size)
     if COUNT > 6:
-        found = _added(found, vector6, mask6, weight6, at, size)
+        result = _added(result, vector6, mask6, weight6, at, size)
     if COUNT > 7:
-        found = _added(found, vector7, mask7, weight7, at, size)
-    tl.store(total + at, found, mask=at < size)
+        result = _added(result, vector7, mask7, weight7, at, size)
+    tl.store(total + at, result, mask=at < size)
 
 
 @triton.jit(do_not_specialize=["weight", "size"])
-def _rest_kernel(vector, mask, found, weight, size, BLOCK: tl.constexpr):
+def _rest_kernel(vector, mask, result, weight, size, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = tl.load(mask + at, mask=at < size, other=0) != 0
     product = tl.load(vector + at, mask=at < size) * weight
-    tl.store(found + at, tl.where(held, 0.0, product), mask=at < size)
+    tl.store(result + at, tl.where(held, 0.0, product), mask=at < size)
 
 
 def add(total: Tensor, vectors: Sequence[Tensor], masks: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -66,10 +66,10 @@ def add(total: Tensor, vectors: Sequence[Tensor], masks: Sequence[Tensor], weigh
         (vector.contiguous(), mask.contiguous().view(torch.uint8), float(weight))
         for vector, mask, weight in zip(vectors, masks, weights)
     ]
-    for some in (parts[at : at + TOGETHER] for at in range(0, len(parts), TOGETHER)):
-        padded = some + some[:1] * (TOGETHER - len(some))  # what is not counted is not looked at
+    for batch in (parts[at : at + TOGETHER] for at in range(0, len(parts), TOGETHER)):
+        padded = batch + batch[:1] * (TOGETHER - len(batch))  # what is not counted is not looked at
         _add_kernel[(triton.cdiv(size, BLOCK),)](
-            total, *(one for part in padded for one in part), size, COUNT=len(some), BLOCK=BLOCK, num_warps=8,
+            total, *(one for part in padded for one in part), size, COUNT=len(batch), BLOCK=BLOCK, num_warps=8,
             enable_fp_fusion=False,
         )  # fmt: skip
     return total
@@ -77,7 +77,7 @@ def add(total: Tensor, vectors: Sequence[Tensor], masks: Sequence[Tensor], weigh
 
 def rest(vector: Tensor, mask: Tensor, weight: float) -> Tensor:
     """`weight` times a vector, zero where a mask holds."""
-    size, found = vector.numel(), torch.empty_like(vector, memory_format=torch.contiguous_format)
+    size, result = vector.numel(), torch.empty_like(vector, memory_format=torch.contiguous_format)
     sets = mask.contiguous().view(torch.uint8)
-    _rest_kernel[(triton.cdiv(size, SHORT),)](vector.contiguous(), sets, found, weight, size, BLOCK=SHORT)
-    return found
+    _rest_kernel[(triton.cdiv(size, SHORT),)](vector.contiguous(), sets, result, weight, size, BLOCK=SHORT)
+    return result

@@ -1,4 +1,4 @@
-"""Convolutions of every channel by itself."""
+"""Depthwise convolutions: a filter per channel."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def _depthwise_kernel(
     UNIT: tl.constexpr, BACK: tl.constexpr, MIRRORED: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Every channel by itself. `BACK` goes from the gradient of the output to that of the input; `MIRRORED` takes the
+    """Channel by channel. `BACK` goes from the gradient of the output to that of the input; `MIRRORED` takes the
     taps from the last to the first."""
     channels = units * UNIT
     client = tl.program_id(2).to(tl.int64)
@@ -81,7 +81,7 @@ def _depthwise_weight_kernel(
 
 
 class Depthwise(torch.autograd.Function):
-    """A convolution of every channel by itself: (clients, batch, h, w, c) with weights (clients, c, 1, kh, kw)."""
+    """A depthwise convolution: (clients, batch, h, w, c) with weights (clients, c, 1, kh, kw)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int, dilation: int) -> Tensor:

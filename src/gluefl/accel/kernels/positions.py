@@ -27,23 +27,23 @@ def _length(gap):
 
 
 @triton.jit
-def _holds(masks, known, at, ok, PRESENT: tl.constexpr, KNOWN: tl.constexpr):
+def _holds(masks, shared, at, ok, PRESENT: tl.constexpr, SHARED: tl.constexpr):
     """Which positions are numbered, and which of them are in the set."""
     numbered = ok
-    if KNOWN:
-        numbered = numbered & (tl.load(known + at, mask=ok, other=0) == 0)
+    if SHARED:
+        numbered = numbered & (tl.load(shared + at, mask=ok, other=0) == 0)
     held = tl.load(masks + at, mask=ok, other=0) != 0
     return numbered, numbered & (held == PRESENT)
 
 
 @triton.jit(do_not_specialize=["size", "blocks"])
 def _blocks_kernel(
-    masks, known, counts, size, blocks, PRESENT: tl.constexpr, KNOWN: tl.constexpr, BLOCK: tl.constexpr
+    masks, shared, counts, size, blocks, PRESENT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """By block: how many are numbered, and how many of them are in the set."""
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    numbered, held = _holds(masks + row * size, known, at, at < size, PRESENT, KNOWN)
+    numbered, held = _holds(masks + row * size, shared, at, at < size, PRESENT, SHARED)
     counts += row * 2 * blocks + tl.program_id(0)
     tl.store(counts, tl.sum(numbered.to(tl.int32), 0))
     tl.store(counts + blocks, tl.sum(held.to(tl.int32), 0))
@@ -51,12 +51,12 @@ def _blocks_kernel(
 
 @triton.jit(do_not_specialize=["size", "blocks", "room"])
 def _list_kernel(
-    masks, known, ends, listed, size, blocks, room, PRESENT: tl.constexpr, KNOWN: tl.constexpr, BLOCK: tl.constexpr
+    masks, shared, ends, listed, size, blocks, room, PRESENT: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The numbers of those in the set, in order."""
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    numbered, held = _holds(masks + row * size, known, at, at < size, PRESENT, KNOWN)
+    numbered, held = _holds(masks + row * size, shared, at, at < size, PRESENT, SHARED)
     both = numbered.to(tl.int32) + (held.to(tl.int32) << 16)
     before = tl.cumsum(both, 0) - both  # in this block; one scan for both
     ends += row * 2 * blocks + tl.program_id(0) - 1  # where the block before ends
@@ -95,38 +95,38 @@ def _write_kernel(listed, ends, byte_ends, data, blocks, room, shorts, longest, 
 
 
 @triton.jit(do_not_specialize=["size", "count", "length"])
-def _bits_kernel(masks, outside, data, size, count, length, KNOWN: tl.constexpr, BLOCK: tl.constexpr):
+def _bits_kernel(masks, outside, data, size, count, length, SHARED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     byte = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.zeros((BLOCK,), tl.int32)
+    packed = tl.zeros((BLOCK,), tl.int32)
     for bit in tl.static_range(8):
         at = byte * 8 + bit
         ok = at < count
-        if KNOWN:
+        if SHARED:
             at = tl.load(outside + at, mask=ok, other=0).to(tl.int32)
-        found |= (tl.load(masks + row * size + at, mask=ok, other=0) != 0).to(tl.int32) << bit
-    tl.store(data + row * length + byte, found.to(tl.uint8), mask=byte < length)
+        packed |= (tl.load(masks + row * size + at, mask=ok, other=0) != 0).to(tl.int32) << bit
+    tl.store(data + row * length + byte, packed.to(tl.uint8), mask=byte < length)
 
 
 @triton.jit(do_not_specialize=["size", "blocks"])
-def _held_kernel(masks, known, counts, size, blocks, BLOCK: tl.constexpr):
+def _held_kernel(masks, shared, counts, size, blocks, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = tl.load(masks + row * size + at, mask=at < size, other=0).to(tl.int32)
-    both = held & tl.load(known + at, mask=at < size, other=0).to(tl.int32)
+    both = held & tl.load(shared + at, mask=at < size, other=0).to(tl.int32)
     counts += (row * blocks + tl.program_id(0)) * 2
     tl.store(counts, tl.sum(held, 0))
     tl.store(counts + 1, tl.sum(both, 0))
 
 
-def counts(masks: Tensor, known: Tensor, block: int = BLOCK) -> Tensor:
-    """How many positions every row holds and, in a second row, how many of them are known."""
+def counts(masks: Tensor, shared: Tensor, block: int = BLOCK) -> Tensor:
+    """How many positions every row holds and, in a second row, how many of them are shared."""
     rows, size = masks.shape
     blocks = triton.cdiv(size, block)
-    found = torch.empty(rows, blocks, 2, dtype=torch.int32, device=masks.device)
-    sets, outside = masks.contiguous().view(torch.uint8), known.contiguous().view(torch.uint8)
-    _held_kernel[(blocks, rows)](sets, outside, found, size, blocks, BLOCK=block)
-    return found.sum(1).t()
+    counted = torch.empty(rows, blocks, 2, dtype=torch.int32, device=masks.device)
+    sets, outside = masks.contiguous().view(torch.uint8), shared.contiguous().view(torch.uint8)
+    _held_kernel[(blocks, rows)](sets, outside, counted, size, blocks, BLOCK=block)
+    return counted.sum(1).t()
 
 
 def bitmaps(masks: Tensor, outside: Tensor | None, block: int = SHORT) -> Tensor:
@@ -136,7 +136,7 @@ def bitmaps(masks: Tensor, outside: Tensor | None, block: int = SHORT) -> Tensor
     data = torch.empty(rows, -(-count // 8), dtype=torch.uint8, device=masks.device)
     sets = masks.contiguous().view(torch.uint8)
     _bits_kernel[(triton.cdiv(data.shape[1], block), rows)](
-        sets, sets if outside is None else outside, data, size, count, data.shape[1], KNOWN=outside is not None,
+        sets, sets if outside is None else outside, data, size, count, data.shape[1], SHARED=outside is not None,
         BLOCK=block,
     )  # fmt: skip
     return data
@@ -148,35 +148,35 @@ def absent(mask: Tensor, count: int, block: int = BLOCK) -> Tensor:
 
 
 def gaps(
-    masks: Tensor, known: Tensor | None, present: bool, listed: Sequence[int], block: int = BLOCK, short: int = SHORT
+    masks: Tensor, shared: Tensor | None, present: bool, listed: Sequence[int], block: int = BLOCK, short: int = SHORT
 ) -> tuple[Tensor, Tensor]:
     """The varints of all rows, a row each, and how many bytes each has.
 
-    Rows are sets of positions, of those that are True or, not `present`, of those that are False. What is `known` is
+    Rows are sets of positions, of those that are True or, not `present`, of those that are False. What is `shared` is
     in no set and has no number. `listed` is how many are in each set.
     """
     rows, size = masks.shape
     blocks, room = triton.cdiv(size, block), max(1, *listed)
     shorts, longest = triton.cdiv(room, short), room + size // LONG_GAP + 1
-    found, ends = _list(masks, known, present, room, block)
+    numbers, ends = _list(masks, shared, present, room, block)
     lengths = torch.empty(rows, shorts, dtype=torch.int32, device=masks.device)
     data = torch.empty(rows, longest, dtype=torch.uint8, device=masks.device)
-    _lengths_kernel[(shorts, rows)](found, ends, lengths, blocks, room, shorts, BLOCK=short)
+    _lengths_kernel[(shorts, rows)](numbers, ends, lengths, blocks, room, shorts, BLOCK=short)
     byte_ends = lengths.cumsum(1, dtype=torch.int32)
-    _write_kernel[(shorts, rows)](found, ends, byte_ends, data, blocks, room, shorts, longest, BLOCK=short)
+    _write_kernel[(shorts, rows)](numbers, ends, byte_ends, data, blocks, room, shorts, longest, BLOCK=short)
     return data, byte_ends[:, -1]
 
 
-def _list(masks: Tensor, known: Tensor | None, present: bool, room: int, block: int) -> tuple[Tensor, Tensor]:
+def _list(masks: Tensor, shared: Tensor | None, present: bool, room: int, block: int) -> tuple[Tensor, Tensor]:
     """The numbers in each set, in rows of `room`; how many are numbered, and in the set, by the end of each block."""
     rows, size = masks.shape
     blocks = triton.cdiv(size, block)
     counts = torch.empty(rows, 2, blocks, dtype=torch.int32, device=masks.device)
-    found = torch.empty(rows, room, dtype=torch.int32, device=masks.device)
+    numbers = torch.empty(rows, room, dtype=torch.int32, device=masks.device)
     sets = masks.contiguous().view(torch.uint8)
-    outside = sets if known is None else known.contiguous().view(torch.uint8)
-    options = {"PRESENT": present, "KNOWN": known is not None, "BLOCK": block, "num_warps": 8}
+    outside = sets if shared is None else shared.contiguous().view(torch.uint8)
+    options = {"PRESENT": present, "SHARED": shared is not None, "BLOCK": block, "num_warps": 8}
     _blocks_kernel[(blocks, rows)](sets, outside, counts, size, blocks, **options)
     ends = counts.cumsum(2, dtype=torch.int32)
-    _list_kernel[(blocks, rows)](sets, outside, ends, found, size, blocks, room, **options)
-    return found, ends
+    _list_kernel[(blocks, rows)](sets, outside, ends, numbers, size, blocks, room, **options)
+    return numbers, ends

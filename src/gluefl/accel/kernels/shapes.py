@@ -16,7 +16,7 @@ PIXELS_OF = ["height", "width", "out_height", "out_width", "rows", "stride", "pa
 
 def in_units(channels: int) -> dict[str, int]:
     """Channels as a product of two arguments, of which the compiler knows one: it then vectorises loads of four or two
-    channels. By itself Triton only detects multiples of sixteen."""
+    channels. Triton alone only detects multiples of sixteen."""
     unit = next(unit for unit in (4, 2, 1) if channels % unit == 0)
     return {"units": channels // unit, "UNIT": unit}
 

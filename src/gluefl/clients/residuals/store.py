@@ -57,7 +57,7 @@ class Residuals:
             scale, vector = self._on_device.held[client].scale, self._on_device.read(client, device)
         elif client in self._in_ram.held:
             scale, vector = self._in_ram.held[client].scale, self._in_ram.read(client, device)
-        else:  # not kept in RAM: whoever reads a residual is about to replace it
+        else:  # not kept in RAM: a residual that is read is replaced soon
             record = self._file.read(client)
             scale, vector = record.scale, record.values.to(device, torch.float32)
         return vector * scale if self.half else vector

@@ -17,7 +17,7 @@ from gluefl.errors import UsageError
 from gluefl.populations import Population
 from gluefl.vectors.layout import Layout
 
-DENSE_LIMIT = 1_000_000  # parameters; above it the products of single clients fill a core by themselves
+DENSE_LIMIT = 1_000_000  # parameters; above it the products of single clients fill a core alone
 TRAINERS = ("auto", "loop", "workers", "dense", "stacked")
 
 

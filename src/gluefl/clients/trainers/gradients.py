@@ -91,7 +91,7 @@ class ByLayers:
 def difference(by_layers: ByLayers, by_vmap: ByVmap, *arguments: Tensor) -> str | None:
     """Why layers do not compute what vmap does for this module, on a first batch of every client; None if they do.
 
-    Do the kernels compile here, and does the forward pass treat every sample by itself? A module that does not would
+    Do the kernels compile here, and does the forward pass treat every sample separately? A module that does not would
     mix the clients. Compared in float64, where rounding is far below any error, and run once in the type of the
     training, for which other kernels are compiled.
     """

@@ -92,7 +92,7 @@ class BatchNorm(Layer):
     running_var: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Every client's samples are normalised by themselves."""
+        """Every client's samples are normalised separately."""
         from gluefl.accel.kernels import normalise
 
         self.calls += 1

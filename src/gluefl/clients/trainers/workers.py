@@ -39,6 +39,8 @@ class Workers:
 
     def train(self, cohort: Cohort, jobs: Sequence[Job], rule: LocalRule) -> Iterator[Outcome]:
         """Outcomes are returned as soon as they are ready: the caller compresses them while other clients train."""
+        if not jobs:  # every client of the round was lost or late
+            return
         if self._pool is None:
             # In a thread of the pool torch uses one core; the cores are shared between clients instead.
             self._pool = pool_of(self.count)
