@@ -21,6 +21,7 @@ from gluefl.simulation.round import play
 from gluefl.storage import checkpoint
 from gluefl.storage.tree import put_together, take_apart
 from gluefl.vectors.mask import Mask
+from runs import small_run
 
 STRATEGIES = [
     FedAvg(),
@@ -177,3 +178,13 @@ def test_a_full_disk_is_an_error_of_the_system() -> None:
     with pytest.raises(OSError) as error:
         checkpoint.write_tensors(Path("/dev/full"), {"a": torch.zeros(9)})
     assert error.value.errno == errno.ENOSPC
+
+
+def test_a_run_of_an_older_version_is_refused_by_its_format_and_not_by_its_keys(tmp_path) -> None:
+    """An older configuration may lack keys of this one: that is not what is in the way."""
+    small_run(out=tmp_path / "run", rounds=3)
+    state, config = tmp_path / "run" / "checkpoint" / "state.json", tmp_path / "run" / "config.toml"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"version": 1}))
+    config.write_text(config.read_text().replace('initial = "download"\n', ""))
+    with pytest.raises(GlueFLError, match="checkpoint of format 1, this version of gluefl reads format 2"):
+        small_run(out=tmp_path / "run", resume=True)

@@ -41,6 +41,7 @@ class RunFolder:
         if not config.exists() and self.path.exists() and any(self.path.iterdir()):
             raise UsageError(f"{self.path} is not empty and holds no run of gluefl: choose another --out.")
         self.path.mkdir(parents=True, exist_ok=True)
+        checkpoint.check_format(saved)
         if config.exists():
             self._check_configuration(config.read_text(encoding="utf-8"))
         state = fresh

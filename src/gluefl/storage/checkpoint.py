@@ -88,11 +88,7 @@ def load(folder: Path, fresh: State, stores: Mapping[str, Store] = NOTHING) -> S
     """The state of a checkpoint; `fresh` is the state of the same run before round 1."""
     try:
         saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        if saved["version"] != VERSION:
-            raise GlueFLError(
-                f"{folder} holds a checkpoint of format {saved['version']}, this version of gluefl reads format "
-                f"{VERSION}: go on with the version that wrote it, or start the run again in another folder."
-            )
+        _check_format(folder, saved)
         tensors = load_file(folder / saved["tensors"], device=str(fresh.weights.device))
         for name in ("weights", "statistics"):
             if tensors[name].shape != getattr(fresh, name).shape:
@@ -145,6 +141,24 @@ def _count(value: Any) -> int:
     if count < 0:
         raise ValueError(f"{count} where a number of rounds, clients or bytes is expected")
     return count
+
+
+def check_format(folder: Path) -> None:
+    """Refuse a checkpoint of another format, before anything else about its run is compared."""
+    try:
+        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # `load` refuses what is damaged
+    if isinstance(saved, dict) and "version" in saved:
+        _check_format(folder, saved)
+
+
+def _check_format(folder: Path, saved: dict[str, Any]) -> None:
+    if saved["version"] != VERSION:
+        raise GlueFLError(
+            f"{folder} holds a checkpoint of format {saved['version']}, this version of gluefl reads format "
+            f"{VERSION}: go on with the version that wrote it, or start the run again in another folder."
+        )
 
 
 def exists(folder: Path) -> bool:
