@@ -22,7 +22,7 @@ from gluefl.randomness import stream
 from gluefl.simulation import lookahead
 from gluefl.simulation.channel import Encoded
 from gluefl.simulation.lookahead import LookAhead
-from gluefl.simulation.round import begin, close, play
+from gluefl.simulation.round import begin, play
 from gluefl.wire import encoder
 
 
@@ -128,15 +128,6 @@ def test_how_many_uploads_are_encoded_together_changes_nothing(together, cores, 
     versions = sum(len(set(line["clients"]["staleness"])) for line in expected)
     # Every body once, the upload that is expected before the first, and in every round the shared mask.
     assert encoded.count(True) == 4 * 17 + versions + 1 and encoded.count(False) == 4
-
-
-def test_the_steps_of_a_round_are_its_play() -> None:
-    setting = GlueFL(0.3, 0.2), Sticky(6, 12, 4), 40
-    (one, first), (two, second) = simulation(*setting), simulation(*setting)
-    state, record = play(one, first)
-    begun = begin(two, second)
-    other, again = close(two, second, begun)
-    assert record.line == again.line and torch.equal(state.weights, other.weights)
 
 
 def test_what_a_round_begins_holds_no_update_in_memory() -> None:

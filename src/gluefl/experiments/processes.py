@@ -6,8 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -17,6 +17,7 @@ from gluefl.experiments.grid import RunSpec
 from gluefl.experiments.progress import GridProgress, RunProgress
 from gluefl.experiments.runner import record_divergence
 from gluefl.experiments.worker import DIVERGED
+from gluefl.simulation.process import interruptible
 
 POLL_S = 0.2
 
@@ -38,7 +39,7 @@ class WorkerProcesses:
         share = 1 / max(1, min(len(cores), len(waiting)))  # of the GPU's memory
         workers: list[_Worker] = []
         failure: str | None = None
-        with _signals() as received:
+        with interruptible(second_ends=False) as received:
             try:
                 while workers or (waiting and not received and failure is None):
                     while waiting and cores and not received and failure is None:
@@ -117,19 +118,3 @@ def _start(spec: RunSpec, placement: tuple[str, str, str], display: RunProgress)
     with suppress(BrokenPipeError), process.stdin as pipe:  # a worker that has ended says why on standard error
         pipe.write(to_toml(spec.config))
     return _Worker(spec, process, stderr, placement[1], display)
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of being ended by them."""
-    received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    try:
-        previous = {number: signal.signal(number, lambda n, frame: received.append(n)) for number in numbers}
-    except ValueError:  # only the main thread may install handlers
-        previous = {}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

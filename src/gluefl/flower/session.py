@@ -162,7 +162,7 @@ def _restore(session: Session, folder: Path, saved: Saved) -> None:
     session.journal.cut(session.state.round)
     round, version = session.state.round, session.state.ledger.version
     session.accepted = {client: last for client, last in saved.accepted.items() if last[0] <= round}
-    session.hashes = {known: hash_ for known, hash_ in saved.hashes.items() if known <= version}
+    session.hashes = {held: hash_ for held, hash_ in saved.hashes.items() if held <= version}
 
 
 def _played(state: State, exchange: Exchange, uploads: Mapping[int, Received], update: Sparse) -> Played:

@@ -34,12 +34,12 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 @contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM end the run after the round in progress, with a checkpoint; a second one ends it at once."""
+def interruptible(second_ends: bool = True) -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM, so that the work in progress can be finished; a second one ends it at once."""
     received: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
-        if received:
+        if received and second_ends:
             raise KeyboardInterrupt
         received.append(number)
 

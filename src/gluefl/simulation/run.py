@@ -84,12 +84,12 @@ def train(
     if setting.initial_weights is not None:
         _load_weights(module, setting.initial_weights)
     chosen: Sampler = sampler or Uniform(cohort=min(30, population.clients))
+    description = run_folder.description(module, population, strategy, chosen, setting, options)
     with resources():
-        sim, state = _assemble(module, population, strategy, chosen, setting, options)
+        sim, state = _assemble(module, population, strategy, chosen, setting, options, description)
         journal = Journal(options.folder / "journal.jsonl" if options.folder else None)
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
-            description = run_folder.description(module, population, strategy, chosen, setting, options)
             run = run_folder.RunFolder(options.folder, description, identity)
             state = run.open(options.resume, state, journal, sim.stores)
         evaluation = setting.evaluation
@@ -131,11 +131,11 @@ def _assemble(
     sampler: Sampler,
     setting: Setting,
     options: Options,
+    description: str,
 ) -> tuple[Simulation, State]:
     """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
     layout, device = Layout.of(module), next(module.parameters()).device
     layout = replace(layout, exchanged=setting.training.exchanged(layout.size))
-    description = run_folder.description(module, population, strategy, sampler, setting, options)
     core = Core(
         seed=setting.seed,
         run=hashlib.sha256(description.encode()).digest()[:8],

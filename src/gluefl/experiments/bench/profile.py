@@ -45,13 +45,13 @@ def measure(work: Work, rounds: int = 20, cores: int = 1, network: str = "edge")
         state, seconds = _play(play, sim, state, rounds, synchronise)
         watch = Stopwatch(synchronise)
         state, _ = _play(watch.around("rest of the round", play), watched(sim, watch), state, rounds, synchronise)
-        found: dict[str, Any] = {
+        times: dict[str, Any] = {
             "round_ms": 1000 * seconds / rounds,
             "parts_ms": {part: 1000 * s / rounds for part, s in sorted(watch.seconds.items(), key=lambda x: -x[1])},
         }
         if work.device != "cpu":
-            found |= _kernels(sim, state, rounds, synchronise)
-    return found | {"parameters": sim.core.layout.size, "device": work.device, "cores": cores}
+            times |= _kernels(sim, state, rounds, synchronise)
+    return times | {"parameters": sim.core.layout.size, "device": work.device, "cores": cores}
 
 
 class Stopwatch:
@@ -81,8 +81,8 @@ class Stopwatch:
 
         def timed(*arguments: Any, **options: Any) -> Any:
             with self.part(name):
-                found = function(*arguments, **options)
-                return iter(list(found)) if isinstance(found, Iterator) else found
+                result = function(*arguments, **options)
+                return iter(list(result)) if isinstance(result, Iterator) else result
 
         return timed
 
@@ -107,8 +107,8 @@ class Watched:
         self._inner, self._watch, self._parts = inner, watch, parts
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return self._watch.around(self._parts[name], found) if name in self._parts else found
+        member = getattr(self._inner, name)
+        return self._watch.around(self._parts[name], member) if name in self._parts else member
 
     def __setitem__(self, key: int, value: Any) -> None:
         self._watch.around(self._parts["__setitem__"], self._inner.__setitem__)(key, value)

@@ -1,4 +1,4 @@
-"""A whole round against its training part: what sampling, packages, compression, encoding and books cost."""
+"""A whole round against its training part: what sampling, packages, compression, encoding and records cost."""
 
 import statistics
 import tempfile
