@@ -103,13 +103,14 @@ def butterflies(rows: Tensor) -> Tensor:
     return rows
 
 
-def _served(tensor: Tensor, blocks: Blocks) -> bool:
+def served(tensor: Tensor, blocks: Blocks) -> bool:
+    """Whether the kernels can rotate blocks of this length on the device of a tensor."""
     return kernels.serve(tensor) and SHORTEST_IN_KERNEL <= blocks.entries <= LONGEST_IN_KERNEL
 
 
 def quantised(vector: Tensor, blocks: Blocks, rotation: Rotation, levels: Levels) -> Tensor | None:
     """Codes and scales of a rotated vector by a kernel, None where none serves (`vectors.rotation` has the twin)."""
-    if not _served(vector, blocks):
+    if not served(vector, blocks):
         return None
     from gluefl.accel.kernels.rotate import quantise
 
@@ -118,14 +119,11 @@ def quantised(vector: Tensor, blocks: Blocks, rotation: Rotation, levels: Levels
 
 def add_rotated_back(
     total: Tensor, coded: Tensor, blocks: Blocks, rotation: Rotation, levels: Levels | None, weight: float
-) -> bool:
-    """Add `weight` times the vector that codes and scales stand for to a total, in place; False where no kernel serves.
+) -> None:
+    """Add `weight` times the vector that codes and scales stand for to a total, in place, by a kernel.
 
     Without levels, `coded` holds the first `sent` entries of each rotated block themselves.
     """
-    if not _served(total, blocks):
-        return False
     from gluefl.accel.kernels.rotate import add_back
 
     add_back(total, coded.contiguous(), blocks, rotation, levels, weight)
-    return True

@@ -8,16 +8,17 @@ from torch import Tensor
 from gluefl.accel.hadamard import Blocks, Levels
 from gluefl.accel.philox import Rotation
 
-NUMBERS = ["k0", "k1", "client", "round", "size", "blocks", "sent", "weight"]
+# A round is called `turn`: the name of a builtin must not be an argument of a kernel.
+NUMBERS = ["k0", "k1", "client", "turn", "size", "blocks", "sent", "weight"]
 
 
 @triton.jit
-def _sign_words(call, block, client, round, k0, k1):
+def _sign_words(call, block, client, turn, k0, k1):
     """Philox4x32-10, as in `accel.philox`: the four words of every call."""
     c0 = call.to(tl.uint32)
     c1 = tl.zeros_like(c0) + block.to(tl.uint32)
     c2 = tl.zeros_like(c0) + client.to(tl.uint32)
-    c3 = tl.zeros_like(c0) + round.to(tl.uint32)
+    c3 = tl.zeros_like(c0) + turn.to(tl.uint32)
     key0 = tl.zeros_like(c0) + k0.to(tl.uint32)
     key1 = tl.zeros_like(c0) + k1.to(tl.uint32)
     m0 = tl.full(c0.shape, 0xD2511F53, tl.uint32)
@@ -39,10 +40,10 @@ def _sign_words(call, block, client, round, k0, k1):
 
 
 @triton.jit
-def _signed(x, stage: tl.constexpr, block, client, round, k0, k1, ENTRIES: tl.constexpr):
+def _signed(x, stage: tl.constexpr, block, client, turn, k0, k1, ENTRIES: tl.constexpr):
     """The entries of a block with the signs of a stage."""
     calls: tl.constexpr = ENTRIES // 128
-    c0, c1, c2, c3 = _sign_words(stage * calls + tl.arange(0, calls), block, client, round, k0, k1)
+    c0, c1, c2, c3 = _sign_words(stage * calls + tl.arange(0, calls), block, client, turn, k0, k1)
     words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (calls * 4,))  # a new last axis each: 0, 1, 2, 3
     bits = (words[:, None] >> tl.arange(0, 32)[None, :].to(tl.uint32)) & 1
     return tl.where(tl.reshape(bits, (ENTRIES,)) != 0, -x, x)
@@ -59,15 +60,15 @@ def _transformed(x, ENTRIES: tl.constexpr, LOG: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _quantise_kernel(
-    vector, coded, table, k0, k1, client, round, size, blocks, sent,
+    vector, coded, table, k0, k1, client, turn, size, blocks, sent,
     LEVELS: tl.constexpr, ENTRIES: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     i = tl.arange(0, ENTRIES)
     at = block.to(tl.int64) * ENTRIES + i
     x = tl.load(vector + at, mask=at < size, other=0.0) * (1.0 / ENTRIES)
-    x = _transformed(_signed(x, 0, block, client, round, k0, k1, ENTRIES), ENTRIES, LOG)
-    y = _transformed(_signed(x, 1, block, client, round, k0, k1, ENTRIES), ENTRIES, LOG)
+    x = _transformed(_signed(x, 0, block, client, turn, k0, k1, ENTRIES), ENTRIES, LOG)
+    y = _transformed(_signed(x, 1, block, client, turn, k0, k1, ENTRIES), ENTRIES, LOG)
     wide = y.to(tl.float64)  # squares of a float32 can overflow
     squares = tl.sum(wide * wide, 0)
     if LEVELS == 2:
@@ -92,7 +93,7 @@ def _quantise_kernel(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _add_back_kernel(
-    total, coded, table, k0, k1, client, round, size, blocks, sent, weight,
+    total, coded, table, k0, k1, client, turn, size, blocks, sent, weight,
     LEVELS: tl.constexpr, ENTRIES: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -103,8 +104,8 @@ def _add_back_kernel(
         level = tl.load(table + (y.to(tl.int32) & (LEVELS - 1)))
         y = tl.where(i < sent, level * scale, 0.0)
     y = _transformed(y * (1.0 / ENTRIES), ENTRIES, LOG)
-    x = _transformed(_signed(y, 1, block, client, round, k0, k1, ENTRIES), ENTRIES, LOG)
-    x = _signed(x, 0, block, client, round, k0, k1, ENTRIES)
+    x = _transformed(_signed(y, 1, block, client, turn, k0, k1, ENTRIES), ENTRIES, LOG)
+    x = _signed(x, 0, block, client, turn, k0, k1, ENTRIES)
     at = block.to(tl.int64) * ENTRIES + i
     before = tl.load(total + at, mask=at < size, other=0.0)
     tl.store(total + at, before + x * weight, mask=at < size)
