@@ -164,13 +164,13 @@ DIFFICULT = {
 def test_estimates_are_unbiased_on_difficult_blocks(kind, options) -> None:
     """The estimate along the vector, and along what is left of it without its largest entry."""
     vector = DIFFICULT[kind]()
-    mean = estimates(Rotated(**options), vector, 500)
+    mean = estimates(Rotated(**options), vector, 300)
     assert abs(float(mean @ vector / (vector @ vector)) - 1) < 1e-4
     rest = vector.clone()
     rest[vector.abs().argmax()] = 0
     # The standard error of the projection: the error of one estimate has about this norm, in a random direction.
     noise = {1: math.pi / 2 / options.get("share", 1) - 1, 2: 0.14}[options.get("bits", 1)]
-    deviation = math.sqrt(noise / 500 / 4096) * float(vector.norm() / rest.norm())
+    deviation = math.sqrt(noise / 300 / 4096) * float(vector.norm() / rest.norm())
     assert abs(float(mean @ rest / (rest @ rest)) - 1) < 0.01 + 3 * deviation
 
 
@@ -230,7 +230,7 @@ def test_errors_fall_with_bits_and_share(rounding) -> None:
 @pytest.mark.parametrize("bits", [1, 3])
 def test_stochastic_rounding_is_unbiased_for_a_fixed_rotation(bits) -> None:
     """A shared rotation stays the same while the draws differ by client; the rotated block is far from normal."""
-    vector, count = torch.zeros(64), 1500
+    vector, count = torch.zeros(64), 1000
     vector[:3] = torch.tensor([1.0, 2.0, -8.0])
     rotated = Rotated(bits=bits, rotation="round", rounding="stochastic")
     sent = [rotated.compress(vector, SEED, ROUND, client) for client in range(count)]
@@ -308,6 +308,15 @@ def test_a_zero_block_has_the_scale_zero(rounding) -> None:
 def test_wrong_options_are_refused(options) -> None:
     with pytest.raises(ParameterError, match=next(iter(options))):
         Rotated(**options)
+
+
+def test_a_vector_may_have_gaps_in_memory_and_another_precision() -> None:
+    wide = normal(600).double().view(300, 2)
+    for column in wide.unbind(1):
+        sent = Rotated().compress(column, 1, 1, 1)
+        assert torch.equal(
+            sent, Rotated().compress(column.float().clone(memory_format=torch.contiguous_format), 1, 1, 1)
+        )
 
 
 def test_a_vector_of_another_length_is_refused() -> None:

@@ -114,7 +114,7 @@ def quantised(vector: Tensor, blocks: Blocks, rotation: Rotation, levels: Levels
         return None
     from gluefl.accel.kernels.rotate import quantise
 
-    return quantise(vector.contiguous(), blocks, rotation, levels)
+    return quantise(vector, blocks, rotation, levels)
 
 
 def add_rotated_back(

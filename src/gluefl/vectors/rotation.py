@@ -85,7 +85,7 @@ class Rotated:
     def compress(self, delta: Tensor, seed: int, round: int, client: int) -> Tensor:
         """Codes and scales of a flat vector. A block that holds a number that is not finite has the scale NaN."""
         blocks, rotation, levels = self.blocks(delta.numel()), self._rotation(seed, round, client), self.levels
-        vector = delta.detach().to(torch.float32)
+        vector = delta.detach().to(torch.float32).contiguous()
         if self.rounding == "nearest":
             coded = quantised(vector, blocks, rotation, levels)
             if coded is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from gluefl.accel.hadamard import Blocks, Levels
 from gluefl.accel.philox import Rotation
 
-# A round is called `turn`: the name of a builtin must not be an argument of a kernel.
+# A round is `turn` in a kernel, where `round` would hide a builtin.
 NUMBERS = ["k0", "k1", "client", "turn", "size", "blocks", "sent", "weight"]
 
 
