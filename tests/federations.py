@@ -94,14 +94,15 @@ def delivered(core: Core) -> Delivered:
 
 def simulation(strategy: Any, sampler: Any, clients: int, **parts: Any) -> tuple[Simulation, State]:
     """A federation of stand-ins, and its state before round 1. `channel` is a function of the core."""
-    of_core = {name: parts.pop(name) for name in ("optimizer", "hooks", "initial") if name in parts}
+    of_core = {name: parts.pop(name) for name in ("optimizer", "averaging", "hooks", "initial") if name in parts}
     channel = parts.pop("channel", Encoded)
     arrivals = {name: parts.pop(name) for name in [*vars(Arrivals())] if name in parts}
-    core = Core(5, RUN, LAYOUT, Space.of(LAYOUT), sampler, strategy, **of_core)
+    initial = dyadic(LAYOUT.size, 0, 0), dyadic(LAYOUT.statistics_size, 0, 1)
+    core = Core(5, RUN, LAYOUT, Space.of(LAYOUT), sampler, strategy, *initial, **of_core)
     defaults = {"devices": Instant(), "engine": Engine(), "residuals": Residuals(LAYOUT.size)}
     pool = Pool(clients, lambda client: 1 / clients)
     sim = Simulation(core, pool, channel=channel(core), arrivals=Arrivals(**arrivals), **{**defaults, **parts})
-    return sim, start(core, pool, dyadic(LAYOUT.size, 0, 0), dyadic(LAYOUT.statistics_size, 0, 1))
+    return sim, start(core, pool)
 
 
 def measured(core: Core) -> Measured:

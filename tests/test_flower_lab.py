@@ -104,10 +104,12 @@ class Parts:
 
 
 def in_the_laboratory(parts: Parts, rounds: int = ROUNDS) -> tuple[State, list[dict[str, Any]]]:
-    core = Core(SEED, b"test run", LAYOUT, SPACE, parts.sampler, parts.strategy, parts.optimizer, parts.hooks)
+    initial = Table.of(parts.initial).flatten(parts.initial)
+    own = {"optimizer": parts.optimizer, "hooks": parts.hooks}
+    core = Core(SEED, b"test run", LAYOUT, SPACE, parts.sampler, parts.strategy, *initial, **own)
     pool = Pool(CLIENTS, lambda client: 1 / CLIENTS)
     sim = Simulation(core, pool, Instant(), parts.engine, Encoded(core), Residuals(LAYOUT.size))
-    state, lines = start(core, pool, *Table.of(parts.initial).flatten(parts.initial)), []
+    state, lines = start(core, pool), []
     for _ in range(rounds):
         state, played = play(sim, state)
         lines.append(played.line)

@@ -208,7 +208,7 @@ def test_the_expected_share_against_simulated_masks() -> None:
     rng = np.random.default_rng(5)
     strategy, space = GlueFL(q, q_shared, every, compensation="none"), Space((d,), torch.device("cpu"))
     scale = rng.exponential(size=d).astype(np.float32)
-    state, sampler = strategy.init(space), Sticky(cohort, 40, 8)
+    state, sampler = strategy.init(space, torch.zeros(d))[0], Sticky(cohort, 40, 8)
     pool = Pool(clients, lambda client: 1 / clients)
     members, ledger, shares = sampler.init(pool, rng), Ledger.init(d), list[float]()
     for t in range(1, rounds + 1):

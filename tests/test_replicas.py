@@ -14,7 +14,6 @@ from gluefl.simulation.round import play
 from gluefl.strategies import Task
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Listed, whole
-from stubs import dyadic
 
 CLIENTS = 40
 EXPECTED = wire.Expected(RUN, LAYOUT.fingerprint, LAYOUT.size, LAYOUT.statistics_size, wire.PACKAGE)
@@ -195,16 +194,11 @@ def test_statistics_are_the_plain_mean_of_the_used_clients() -> None:
         assert torch.equal(state.statistics, mean)
 
 
-def known(core) -> Encoded:
-    """Encoded messages to clients that know the initial model of `simulation`."""
-    return Encoded(core, Replica(dyadic(LAYOUT.size, 0, 0), dyadic(LAYOUT.statistics_size, 0, 1), 0))
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_clients_that_know_the_initial_model_download_what_changed_since(strategy) -> None:
     """Replicas follow bit for bit (the channel compares hashes), and a newcomer misses what changed since version 0."""
     parts = {"devices": Unreliable(lose), "initial": "known"}
-    f, state = simulation(strategy, SAMPLERS[1], CLIENTS, channel=known, **parts)
+    f, state = simulation(strategy, SAMPLERS[1], CLIENTS, **parts)
     g, other = simulation(strategy, SAMPLERS[1], CLIENTS, channel=measured, **parts)
     whole_f, whole_state = simulation(strategy, SAMPLERS[1], CLIENTS, channel=measured, devices=Unreliable(lose))
     down, whole_down = 0, 0

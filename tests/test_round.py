@@ -120,8 +120,7 @@ def test_how_many_uploads_are_encoded_together_changes_nothing(together, cores, 
 
     expected, encoded = lines(), []
     monkeypatch.setattr("gluefl.simulation.uploads.ENCODED_TOGETHER", together)
-    for module in ("accel.threads", "wire.encoder"):
-        monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
+    monkeypatch.setattr("gluefl.accel.threads.available", lambda: cores)
     encode = encoder.PositionSet.encode
     monkeypatch.setattr(encoder.PositionSet, "encode", lambda one: encoded.append(one.relative) or encode(one))
     assert lines() == expected

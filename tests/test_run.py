@@ -396,8 +396,8 @@ class Forgetful(FedAvg):
 
     state: object = None
 
-    def init(self, space):
-        return self.state
+    def init(self, space, initial):
+        return self.state, initial
 
     def mask(self, state, round):
         return Mask(torch.ones(180, dtype=torch.bool))

@@ -67,8 +67,8 @@ class Quantised:
     def traits(self, space: Space) -> Traits:
         return Traits(upload_codec=Levels())
 
-    def init(self, space: Space) -> Space:
-        return space
+    def init(self, space: Space, initial: Tensor) -> tuple[Space, Tensor]:
+        return space, initial
 
     def mask(self, state: Space, round: int) -> Mask:
         return state.mask(True)

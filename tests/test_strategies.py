@@ -58,8 +58,13 @@ def aggregated(strategy, state, uploads, round) -> tuple[Any, Sparse]:
     return strategy.aggregate(state, strategy.combine(state, uploads, round), round)
 
 
+def begun(strategy, space) -> Any:
+    """The state before round 1 of a model of zeros."""
+    return strategy.init(space, torch.zeros(space.size))[0]
+
+
 def play(strategy, rounds, seed=0, space=SPACE) -> Iterator[Played]:
-    state, residuals = strategy.init(space), {}
+    state, residuals = begun(strategy, space), {}
     for round in range(1, rounds + 1):
         mask, uploads = strategy.mask(state, round), []
         deltas = {client: dyadic(space.size, seed, round, client) for client in (1, 4, 5)}
@@ -151,7 +156,7 @@ def test_a_strategy_is_a_function_of_its_inputs(strategy) -> None:
 @every_strategy
 def test_nothing_is_decided_by_what_is_not_finite(strategy) -> None:
     bad = torch.full((SPACE.size,), float("nan"))
-    task = Task(1, strategy.mask(strategy.init(SPACE), 1), 1.0, SPACE)
+    task = Task(1, strategy.mask(begun(strategy, SPACE), 1), 1.0, SPACE)
     if isinstance(strategy, STC | GlueFL):
         with pytest.raises(GlueFLError, match="NaN or infinite"):
             strategy.compress(bad, task, None)
@@ -177,7 +182,7 @@ def test_the_weighted_sum_does_not_depend_on_who_holds_what() -> None:
 def test_what_is_not_sent_is_remembered_exactly(strategy, exponent, first, seed) -> None:
     weight = 2.0**exponent
     delta, old = dyadic(SPACE.size, seed), None if first else dyadic(SPACE.size, seed, 1)
-    mask = Mask(strategy.mask(strategy.init(SPACE), 1).bits | (dyadic(SPACE.size, seed, 2) > 3.6))
+    mask = Mask(strategy.mask(begun(strategy, SPACE), 1).bits | (dyadic(SPACE.size, seed, 2) > 3.6))
     sent, new = strategy.compress(delta, Task(3, mask, weight, SPACE), old)
     scale = weight if strategy.compensation == "rescaled" else 1.0
     assert torch.equal(scale * sent.dense() + new, scale * delta + (0 if old is None else old))
@@ -205,7 +210,7 @@ def test_a_residual_shrinks_on_the_way_out_of_the_sticky_group_and_grows_on_the_
 
 @pytest.mark.parametrize("strategy", [FedAvg(), APF(), STC(), GlueFL(compensation="none")], ids=repr)
 def test_without_compensation_nothing_is_remembered_and_nothing_added(strategy) -> None:
-    task = Task(1, strategy.mask(strategy.init(SPACE), 1), 0.5, SPACE)
+    task = Task(1, strategy.mask(begun(strategy, SPACE), 1), 0.5, SPACE)
     sent, residual = strategy.compress(dyadic(SPACE.size, 1), task, torch.ones(SPACE.size))
     assert residual is None and torch.equal(sent.values, dyadic(SPACE.size, 1)[sent.positions])
 
@@ -283,7 +288,7 @@ def test_frozen_parameters_neither_travel_nor_change(strategy) -> None:
 
 def test_the_schedule_of_freezing() -> None:
     strategy, space = APF(check_every=5, decay=0.5), Space((3,))
-    state, active = strategy.init(space), []
+    state, active = begun(strategy, space), []
     for round in range(1, 81):
         mask = strategy.mask(state, round)
         # One never moves, one always moves the same way, one cancels out until round 30 and then drifts.
@@ -304,7 +309,7 @@ def test_the_schedule_of_freezing() -> None:
 
 def test_an_unstable_parameter_halves_its_period() -> None:
     strategy, space = APF(check_every=2, decay=0.5), Space((1,))
-    state = strategy.init(space)
+    state = begun(strategy, space)
     zero, one = (Upload(0, 1.0, whole(torch.tensor([x])), torch.zeros(0)) for x in (0.0, 1.0))
     for round in range(1, 21):  # checks while active at 2, 6, 12, 20
         state, _ = aggregated(strategy, state, [zero], round)
@@ -320,7 +325,7 @@ def test_the_threshold_is_halved_when_most_is_frozen() -> None:
     zero = [Upload(0, 1.0, whole(torch.zeros(4)), torch.zeros(0))]
     for tighten_at, expected in ((None, 0.1), (0.9, 0.05)):
         strategy = APF(check_every=1, tighten_at=tighten_at)
-        state, _ = aggregated(strategy, strategy.init(Space((4,))), zero, 1)
+        state, _ = aggregated(strategy, begun(strategy, Space((4,))), zero, 1)
         assert state.threshold == expected
 
 

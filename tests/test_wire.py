@@ -476,8 +476,7 @@ def test_positions_are_encoded_in_the_background_as_here(how, cores, monkeypatch
     updates = [part_of(torch.arange(500.0), Mask(shared.mask.bits | mask_of(500, 0.1, i))) for i in range(9)]
     bodies = [wire.Body(update, torch.zeros(2), shared, sends_mask=True) for update in updates]
     expected = [wire.encode_body(body) for body in bodies]
-    for module in ("accel.threads", "wire.encoder"):
-        monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
+    monkeypatch.setattr("gluefl.accel.threads.available", lambda: cores)
     with resources() if how != "without a run" else nullcontext():
         if how == "from a side stream":  # what is done for a GPU
             sets = [PositionSet.of(Masked(update.mask, update.dense()), shared) for update in updates]
@@ -493,8 +492,7 @@ def test_an_error_in_the_background_is_raised_where_the_result_is_read(cores, mo
     def broken(*arguments):
         raise GlueFLError("no room")
 
-    for module in ("accel.threads", "wire.encoder"):
-        monkeypatch.setattr(f"gluefl.{module}.available", lambda: cores)
+    monkeypatch.setattr("gluefl.accel.threads.available", lambda: cores)
     monkeypatch.setattr(PositionSet, "encode", broken)
     update = part_of(torch.ones(90), Mask(torch.arange(90) % 5 == 0))
     body = wire.Body(update, torch.zeros(2), wire.Shared(Mask(torch.zeros(90, dtype=torch.bool))), False)

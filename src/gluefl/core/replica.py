@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from gluefl import wire
@@ -30,14 +31,20 @@ class Replica:
             raise WireError(f"the package starts from a version {header.base} that is not the one held here")
         if header.base is None and body.update.positions.numel() != body.update.size:
             raise WireError("a package without a base must hold the whole model")
-        weights = self.weights.clone()
-        weights[body.update.positions] = body.update.values
-        patched = replace(self, weights=weights, statistics=body.statistics, version=header.version)
+        patched = replace(self, **self._patched(body), version=header.version)
         if header.hash not in (wire.NO_HASH, patched.hash):
             raise WireError(
                 f"after the package the replica's hash is {patched.hash.hex()}, {header.hash.hex()} was announced"
             )
         return patched
+
+    def _patched(self, body: wire.Body) -> dict[str, Tensor]:
+        """Weights and statistics after a package, whose update covers the weights or both."""
+        size = self.weights.numel()
+        both = body.update.size > size
+        vector = torch.cat([self.weights, self.statistics]) if both else self.weights.clone()
+        vector[body.update.positions] = body.update.values
+        return {"weights": vector[:size], "statistics": vector[size:] if both else body.statistics}
 
 
 def remembered_hash(hashes: dict[int, bytes], version: int, weights: Tensor, statistics: Tensor) -> bytes:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gluefl import wire
+from gluefl.core.averaging import Average, Averaging
 from gluefl.core.ledger import Ledger
 from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.sampling import Group, Pool, Sampler
@@ -20,6 +21,7 @@ from gluefl.randomness import stream
 from gluefl.strategies import Space, Strategy, Traits, Upload
 from gluefl.strategies.hooks import Hook, hooked_sum
 from gluefl.vectors.layout import Layout
+from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Masked, Sparse, nothing, whole
 
 # How a client comes to version 0: it downloads the model, or it knows the initial model, from the seed or with the app.
@@ -37,7 +39,10 @@ class Core:
     space: Space
     sampler: Sampler
     strategy: Strategy
+    weights: Tensor  # of the initial model
+    statistics: Tensor
     optimizer: Optimizer = Server()  # noqa: RUF009 - frozen
+    averaging: Averaging = Averaging()  # noqa: RUF009 - frozen
     hooks: tuple[Hook, ...] = ()
     initial: Initial = "download"
 
@@ -60,7 +65,26 @@ class Core:
         """What a receiver of a message checks it against."""
         layout = self.layout
         codec = self.traits.upload_codec if kind == wire.UPLOAD else self.traits.package_codec
-        return wire.Expected(self.run, layout.fingerprint, layout.size, layout.statistics_size, kind, shared, codec)
+        sizes = layout.size, layout.statistics_size
+        return wire.Expected(self.run, layout.fingerprint, *sizes, kind, shared, codec, self.origin)
+
+    @cached_property
+    def first(self) -> tuple[Any, Tensor]:
+        """The strategy's state before round 1, and version 0 of what it publishes."""
+        device = self.space.device
+        initial = self.traits.vector(self.weights.to(device), self.statistics.to(device))
+        return self.strategy.init(self.space, initial)
+
+    @cached_property
+    def origin(self) -> Tensor | None:
+        """Version 0, where every client knows it and packages may refer to it."""
+        return self.first[1] if self.initial == "known" and self.traits.covers == "everything" else None
+
+    def parts(self, vector: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and statistics of a published vector; `statistics` are those beside it, if it holds none."""
+        if self.traits.covers == "weights":
+            return vector, statistics
+        return vector[: self.space.size], vector[self.space.size :]
 
 
 @dataclass(frozen=True)
@@ -76,20 +100,29 @@ class State:
     strategy: Any
     optimizer: Any = None
     up_bytes: int | None = None  # mean length of an upload in the last round
+    average: Average | None = None  # of the versions so far, if the server averages them
+
+    @property
+    def model(self) -> tuple[Tensor, Tensor]:
+        """The weights and statistics to evaluate and to hand over."""
+        return (self.weights, self.statistics) if self.average is None else (self.average[0], self.average[1])
 
 
-def start(core: Core, pool: Pool, weights: Tensor, statistics: Tensor) -> State:
+def start(core: Core, pool: Pool) -> State:
     """The state before round 1."""
     device = core.space.device
+    strategy, version_0 = core.first
+    weights, statistics = core.parts(version_0, core.statistics.to(device))
     return State(
         round=0,
         clock_s=0.0,
-        weights=weights.to(device),
-        statistics=statistics.to(device),
-        ledger=Ledger.init(core.space.size, device, core.initial == "known"),
+        weights=weights,
+        statistics=statistics,
+        ledger=Ledger.init(version_0.numel(), device, core.initial == "known"),
         sampler=core.sampler.init(pool, stream(core.seed, "sampler")),
-        strategy=core.strategy.init(core.space),
+        strategy=strategy,
         optimizer=core.optimizer.init(core.space),
+        average=core.averaging.init(weights, statistics),
     )
 
 
@@ -106,11 +139,20 @@ def bodies_for(
     core: Core, state: State, bases: Iterable[int | None], shared: wire.Shared
 ) -> dict[int | None, wire.Body]:
     """What a client misses, for each version that clients hold."""
-    codec = core.traits.package_codec
+    traits = core.traits
+    codec, vector = traits.package_codec, traits.vector(state.weights, state.statistics)
+    statistics = state.statistics[:0] if traits.covers == "everything" else state.statistics
     return {
-        base: wire.Body(Masked(state.ledger.missing(base), state.weights), state.statistics, shared, True, codec)
+        base: wire.Body(
+            Masked(_missing(core, state, base, vector), vector), statistics, shared, True, codec, core.origin
+        )
         for base in sorted(set(bases), key=lambda base: -1 if base is None else base)
     }
+
+
+def _missing(core: Core, state: State, base: int | None, vector: Tensor) -> Mask:
+    """What a client misses. One that holds version 0 does not miss what has come back to its first value."""
+    return Mask(vector != core.origin) if base == 0 and core.origin is not None else state.ledger.missing(base)
 
 
 def packages(core: Core, state: State, bases: Iterable[int | None], round: int) -> Packages:
@@ -156,15 +198,17 @@ class Aggregate:
 def aggregate(core: Core, state: State, uploads: Sequence[Upload], round: int) -> Aggregate:
     """The update to publish; without an upload, nothing changes."""
     strategy, optimizer, statistics = state.strategy, state.optimizer, state.statistics
-    update = nothing(core.space.size, core.space.device)
+    vector = core.traits.vector(state.weights, statistics)
+    update = nothing(vector.numel(), core.space.device)
     if uploads:
         strategy, optimizer, update = _update(core, state, uploads, round)
         statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
+    weights, statistics = core.parts(update.add_to(vector.clone()), statistics)
     return Aggregate(
         strategy,
         optimizer,
         update,
-        weights=update.add_to(state.weights.clone()),
+        weights=weights,
         statistics=statistics,
         changed_at=state.ledger.changed_by(update),
         finite=update.finite() & torch.isfinite(statistics).all(),
@@ -174,10 +218,12 @@ def aggregate(core: Core, state: State, uploads: Sequence[Upload], round: int) -
 def _update(core: Core, state: State, uploads: Sequence[Upload], round: int) -> tuple[Any, Any, Sparse]:
     """Sum, hooks, optimiser and selection, in the order that the strategy declares."""
     total, optimizer = core.strategy.combine(state.strategy, uploads, round), state.optimizer
+    total, statistics = total[: core.space.size], total[core.space.size :]
     total = hooked_sum(core.hooks, total, uploads, round)
     if core.traits.optimizer_acts_on == "sum":
         optimizer, stepped = core.optimizer.step(optimizer, whole(total))
         total = stepped.dense()
+    total = core.traits.vector(total, statistics)
     strategy, update = core.strategy.aggregate(state.strategy, total, round)
     if core.traits.optimizer_acts_on == "update":
         optimizer, update = core.optimizer.step(optimizer, update)
@@ -208,5 +254,6 @@ def publish(core: Core, state: State, result: Aggregate, closed: Closed) -> Stat
         sampler=core.sampler.next_state(state.sampler, up_bytes, stream(core.seed, "settle", closed.round)),
         strategy=result.strategy,
         optimizer=result.optimizer,
+        average=core.averaging.step(state.average, result.weights, result.statistics, closed.round),
         up_bytes=sum(up_bytes.values()) // len(up_bytes) if up_bytes else state.up_bytes,
     )

@@ -84,7 +84,8 @@ class GlueFLMod:
         codec = held.strategy.traits(held.task.space).upload_codec
         body = wire.Body(update, statistics, held.shared, False, codec)
         layout = held.table.layout
-        data = wire.encode(_header(held, reply), wire.encode_body(body), layout.size, layout.statistics_size)
+        sizes = layout.size, layout.statistics_size
+        data = wire.encode(_header(held, reply), wire.encode_body(body), *sizes, codec)
         if residual is not None:
             node.write_pending(held.header.round, digest(data), residual)
         del reply.content[key]
@@ -141,15 +142,21 @@ def _base(replicas: NodeStore, told: Told, data: bytes, strategy: Strategy) -> t
     if told.table is not None:
         table = Table.from_json(told.table)
         size = table.layout.size
-        zeros = whole(torch.zeros(1).expand(size))  # takes no memory
         codec = strategy.traits(Space.of(table.layout)).package_codec
-        if codec.measure(zeros)() > len(data):  # before anything of that size is allocated
+        if _shortest_bytes(codec, size) > len(data):  # before anything of that size is allocated
             raise WireError(f"a model of {size} entries is announced in {len(data)} bytes")
         if stored is None or stored[1].layout.fingerprint != table.layout.fingerprint:
             return Replica(torch.zeros(size), torch.zeros(table.layout.statistics_size)), table
     if stored is None:
         raise WireError("this node holds no model")
     return stored
+
+
+def _shortest_bytes(codec: wire.ValueCodec | wire.BodyCodec, size: int) -> int:
+    """No fewer bytes than this hold a whole model."""
+    if isinstance(codec, wire.BodyCodec):
+        return size // 8  # every value takes a bit at least
+    return codec.measure(whole(torch.zeros(1).expand(size)))()  # takes no memory
 
 
 def _needs_model(node: NodeStore | None, round: int, why: str) -> Said:

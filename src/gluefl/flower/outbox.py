@@ -69,8 +69,10 @@ class Outbox:
         base_hash = wire.NO_HASH if head.base is None else hashes.get(head.base, wire.NO_HASH)
         head = replace(head, round=self.round, base_hash=base_hash)
         body = self._body(head.base)
-        data = wire.encode(head, body.data, core.layout.size, core.layout.statistics_size)
-        records, beside_bytes = package(self._told(client, head.base), data[: wire.HEADER_BYTES], body.array)
+        layout, codec = core.layout, core.traits.package_codec
+        data = wire.encode(head, body.data, layout.size, layout.statistics_size, codec)
+        header_bytes = data[: wire.header_bytes(codec)]
+        records, beside_bytes = package(self._told(client, head.base), header_bytes, body.array)
         envelope = self.envelope
         records[envelope.config_key] = ConfigRecord({**envelope.config, "server-round": self.round})
         node_id, group_id = self.session.nodes.ids[client], str(self.round)

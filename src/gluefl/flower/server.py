@@ -132,6 +132,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             self.sampler.check(len(nodes.places))  # says what is missing
             raise UsageError(f"{len(nodes.online)} nodes are connected, {self.min_available_nodes} are needed.")
         table = Table.of(initial_arrays, self.statistics)
+        weights, statistics = table.flatten(initial_arrays)
         core = Core(
             seed=self.seed,
             run=saved.run if saved else secrets.token_bytes(8),
@@ -139,11 +140,13 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             space=strategies.Space.of(table.layout),
             sampler=self.sampler,
             strategy=self.strategy,
+            weights=weights,
+            statistics=statistics,
             optimizer=self.server,
             hooks=self.hooks,
         )
         store = self._simulation_store() if simulated else None
-        self.session = open_session(core, nodes, table, initial_arrays, self.out, store, saved)
+        self.session = open_session(core, nodes, table, self.out, store, saved)
         return self.session
 
     def configure_train(

@@ -138,13 +138,12 @@ def open_session(
     core: Core,
     nodes: Nodes,
     table: Table,
-    initial: ArrayRecord,
     folder: Path | None,
     store: Path | None,
     saved: Saved | None,
 ) -> Session:
     """A new run, or the one that was saved in the folder."""
-    state = start(core, nodes.pool, *table.flatten(initial))
+    state = start(core, nodes.pool)
     session = Session(core, state, nodes, table, Journal(folder / "journal.jsonl" if folder else None), folder, store)
     if folder is not None:
         checkpoint.check(state)

@@ -64,7 +64,6 @@ class Encoded:
     """Every message is encoded and decoded, and every touched client keeps a replica: for checks, not for speed."""
 
     core: Core
-    initial: Replica | None = None  # version 0, where every client knows it
     replicas: dict[int, Replica] = field(default_factory=dict)
     hashes: dict[int, bytes] = field(default_factory=dict)
 
@@ -89,10 +88,13 @@ class Encoded:
 
     def _first(self, base: int | None) -> Replica | None:
         """What a client holds that was not synchronised in this process; None if it was before the run was resumed."""
-        layout = self.core.layout
+        core, layout = self.core, self.core.layout
         if base is None:
             return Replica(torch.zeros(layout.size), torch.zeros(layout.statistics_size))
-        return self.initial if self.initial is not None and base == self.initial.version else None
+        if base != 0 or core.initial != "known":
+            return None
+        weights, statistics = core.parts(core.first[1], core.statistics)
+        return Replica(weights.cpu(), statistics.cpu(), 0)
 
     def receive(self, header: wire.Header, loss: float | Tensor, body: wire.Body, encoding: wire.Encoding) -> wire.Body:
         """Encode as the client does, decode as the server does."""
@@ -105,7 +107,8 @@ class Encoded:
 
     def _encode(self, header: wire.Header, body: wire.Body, encoding: wire.Encoding) -> bytes:
         layout = self.core.layout
-        return wire.encode(header, wire.encode_body(body, encoding), layout.size, layout.statistics_size)
+        data = wire.encode_body(body, encoding)
+        return wire.encode(header, data, layout.size, layout.statistics_size, body.codec)
 
 
 def _on(device: torch.device, body: wire.Body, shared: wire.Shared) -> wire.Body:

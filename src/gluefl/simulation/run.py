@@ -23,7 +23,6 @@ from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator
 from gluefl.clients.residuals import Residuals, room_on
 from gluefl.clients.trainers.choice import choose
-from gluefl.core.replica import Replica
 from gluefl.core.sampling import Pool, Sampler, Uniform
 from gluefl.core.server import Core, State, start
 from gluefl.errors import DataError, Diverged, Interrupted, UsageError
@@ -102,7 +101,7 @@ def train(
         summary = _summary(sim, journal, setting)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
-    named = sim.core.layout.state_dict(module, state.weights, state.statistics)
+    named = sim.core.layout.state_dict(module, *state.model)
     if options.folder is not None:
         checkpoint.write_tensors(options.folder / "model.safetensors", named)
         whole_file = options.folder / "summary.json.tmp"  # a summary is whole or absent: it says that a run is done
@@ -136,6 +135,7 @@ def _assemble(
     """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
     layout, device = Layout.of(module), next(module.parameters()).device
     layout = replace(layout, exchanged=setting.training.exchanged(layout.size))
+    weights, statistics = layout.flatten(module)
     core = Core(
         seed=setting.seed,
         run=hashlib.sha256(description.encode()).digest()[:8],
@@ -143,19 +143,20 @@ def _assemble(
         space=Space.of(layout, device),
         sampler=sampler,
         strategy=strategy,
+        weights=weights,
+        statistics=statistics,
         optimizer=setting.server,
+        averaging=setting.averaging,
         hooks=setting.hooks,
         initial=setting.initial,
     )
-    weights, statistics = layout.flatten(module)
-    known = Replica(weights.cpu(), statistics.cpu(), 0) if setting.initial == "known" else None
     sim = Simulation(
         core=core,
         pool=_pool(population, setting),
         devices=setting.devices,
         engine=options.engine or _engine(module, layout, population, setting, options),
         memories=_memories(setting, options, layout),
-        channel=Encoded(core, known) if options.encode else Measured(),
+        channel=Encoded(core) if options.encode else Measured(),
         residuals=Residuals(
             layout.size,
             options.folder / "checkpoint" if options.folder else None,
@@ -165,7 +166,7 @@ def _assemble(
         ),
         arrivals=setting.arrivals,
     )
-    return sim, start(core, sim.pool, weights, statistics)
+    return sim, start(core, sim.pool)
 
 
 def _engine(
@@ -225,7 +226,7 @@ class _Loop:
 
 def _evaluated(evaluator: Evaluator, state: State, device: torch.device) -> dict[str, float]:
     with on_side_stream(device, "evaluation"):
-        result = evaluator(state.weights, state.statistics)
+        result = evaluator(*state.model)
     if not math.isfinite(result.loss):
         raise Diverged(f"round {state.round}: the test loss is {result.loss}: the training diverged.")
     if not math.isfinite(result.accuracy):
@@ -274,7 +275,7 @@ def _pool(population: Population, setting: Setting) -> Pool:
 
 def _percentiles(evaluator: Evaluator, state: State, population: Population, count: int, seed: int) -> dict[str, float]:
     clients = stream(seed, "percentiles").permutation(population.clients)[:count].tolist()
-    accuracies = evaluator.clients(state.weights, state.statistics, clients)
+    accuracies = evaluator.clients(*state.model, clients)
     return {f"p{p}": float(np.percentile(accuracies, p)) for p in (5, 10, 25, 50, 75, 90, 95)}
 
 

@@ -12,6 +12,7 @@ from gluefl.clients.cohort import Engine
 from gluefl.clients.evaluation import Metric, top_1
 from gluefl.clients.rules import LocalRule, LocalSGD, Loss
 from gluefl.clients.trainers.choice import TRAINERS
+from gluefl.core.averaging import Averaging
 from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.server import Initial, State
 from gluefl.fleet import Arrivals, Devices, Instant
@@ -48,6 +49,7 @@ class Setting:
     seed: Seed = 1
     training: Rule = LocalSGD()  # noqa: RUF009 - frozen
     server: Annotated[Optimizer, Has(("init", "step"))] = Server()  # noqa: RUF009 - frozen
+    averaging: Averaging = Averaging()  # noqa: RUF009 - frozen
     loss: Loss = nn.functional.cross_entropy
     hooks: Hooks = ()  # on a client's update and on the server's sum
     importance: Literal["uniform", "samples"] = "uniform"  # p_i: equal, or by numbers of samples

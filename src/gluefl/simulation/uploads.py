@@ -35,8 +35,9 @@ def expected_upload(sim: Simulation, shared: wire.Shared, round: int) -> int:
     core = sim.core
     noise = stream(core.seed, "expected upload").standard_normal(core.space.size, dtype="float32")
     task = Task(round, shared.mask, 1.0, core.space, seed=core.seed)
-    update, _ = core.strategy.compress(torch.from_numpy(noise).to(core.space.device), task, None)
     statistics = torch.zeros(core.layout.statistics_size)
+    delta = core.traits.vector(torch.from_numpy(noise), statistics)
+    update, _ = core.strategy.compress(delta.to(core.space.device), task, None)
     return wire.measure(wire.Body(update, statistics, shared, False, core.traits.upload_codec))
 
 
@@ -67,13 +68,14 @@ def compress(
         if not isinstance(outcome.loss, Tensor):
             check_loss(outcome.loss, client, round)
         task = Task(round, shared.mask, nominal[client], core.space, client, core.seed)
-        delta = hooked_delta(core.hooks, outcome.delta, task)
+        delta = core.traits.vector(hooked_delta(core.hooks, outcome.delta, task), outcome.statistics - state.statistics)
         update, residual = core.strategy.compress(delta, task, sim.residuals.get(client, core.space.device))
         if residual is not None:
             sim.residuals[client] = residual
         if outcome.memory is not None and sim.memories is not None:
             sim.memories[client] = outcome.memory
-        bodies[client] = wire.Body(update, outcome.statistics, shared, False, codec)
+        statistics = outcome.statistics[:0] if core.traits.covers == "everything" else outcome.statistics
+        bodies[client] = wire.Body(update, statistics, shared, False, codec)
         waiting.append(client)
         if len(waiting) == ENCODED_TOGETHER:
             encode()

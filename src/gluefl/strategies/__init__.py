@@ -13,30 +13,48 @@ from torch import Tensor
 
 from gluefl.parameters import Has, checked
 from gluefl.randomness import stream
-from gluefl.vectors.layout import Layout
+from gluefl.vectors.layout import Layout, Part
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse, add_all
+from gluefl.wire.bodies import BodyCodec
 from gluefl.wire.values import FLOAT32, ValueCodec
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
+class Statistic:
+    """A tensor of the statistics: its size, and what its values are."""
+
+    size: int
+    kind: Literal["mean", "variance", "counter", "exchanged"]
+
+
+@dataclass(frozen=True)
 class Space:
     """The vector space of a model: the sizes of its tensors, in order, and where its vectors lie."""
 
-    tensors: tuple[int, ...]
+    tensors: tuple[int, ...]  # of the weights
     device: torch.device = CPU
+    statistics: tuple[Statistic, ...] = ()
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device = CPU) -> "Space":
-        """The space of a module's weights."""
-        return cls(tuple(part.size for part in layout.weights), device)
+        """The space of a module."""
+        statistics = tuple(Statistic(part.size, _kind(part)) for part in layout.statistics)
+        if layout.exchanged:
+            statistics += (Statistic(layout.exchanged, "exchanged"),)
+        return cls(tuple(part.size for part in layout.weights), device, statistics)
 
     @property
     def size(self) -> int:
-        """d."""
+        """d, the number of weights."""
         return sum(self.tensors)
+
+    @property
+    def statistics_size(self) -> int:
+        """The number of statistics."""
+        return sum(statistic.size for statistic in self.statistics)
 
     def segments(self, scope: str) -> tuple[int, ...]:
         """Over which parts top-k is taken: the whole vector (the paper) or each tensor separately."""
@@ -74,7 +92,13 @@ class Upload:
     statistics: Tensor
 
 
-Codec = Annotated[ValueCodec, Has(("code", "measure", "longest", "encode", "decode"))]
+def _kind(part: Part) -> Literal["mean", "variance", "counter"]:
+    if not part.dtype.is_floating_point:
+        return "counter"
+    return "variance" if part.name.rpartition(".")[2] == "running_var" else "mean"
+
+
+Codec = Annotated[ValueCodec | BodyCodec, Has(("code", "measure", "longest", "encode", "decode"))]
 
 
 @checked
@@ -86,12 +110,17 @@ class Traits:
     upload_codec: Codec = FLOAT32  # of the values that clients send
     package_codec: Codec = FLOAT32  # of the weights that the server sends
     optimizer_acts_on: Literal["sum", "update"] = "update"  # the sum before selection, or the update that is published
+    covers: Literal["weights", "everything"] = "weights"  # or the statistics too, as one vector after the weights
 
     def problems(self) -> Iterator[str]:
         """The number of a codec takes one byte in a message."""
         for codec in (self.upload_codec, self.package_codec):
             if codec.code not in range(256):
                 yield f"the code of {type(codec).__name__} must be a number from 0 to 255; found {codec.code!r}"
+
+    def vector(self, weights: Tensor, statistics: Tensor) -> Tensor:
+        """What the strategy sees of a model or of its change: the weights, or everything."""
+        return torch.cat([weights, statistics]) if self.covers == "everything" else weights
 
 
 class Strategy(Protocol):
@@ -101,8 +130,8 @@ class Strategy(Protocol):
         """Both sides: how values are encoded, and what the server's optimiser acts on."""
         ...
 
-    def init(self, space: Space) -> Any:
-        """The server's state before round 1."""
+    def init(self, space: Space, initial: Tensor) -> tuple[Any, Tensor]:
+        """The server's state before round 1, and version 0 of the model: `initial`, or what is published of it."""
         ...
 
     def mask(self, state: Any, round: int) -> Mask:

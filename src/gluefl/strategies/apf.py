@@ -43,11 +43,10 @@ class APF:
         """Values travel as float32."""
         return Traits()
 
-    def init(self, space: Space) -> APFState:
+    def init(self, space: Space, initial: Tensor) -> tuple[APFState, Tensor]:
         """Everything is active."""
-        zeros = torch.zeros(space.size, device=space.device)
-        never = torch.zeros(space.size, dtype=torch.int32, device=space.device)
-        return APFState(space, zeros, zeros, zeros, never, never, self.threshold)
+        zeros, never = torch.zeros_like(initial), torch.zeros_like(initial, dtype=torch.int32)
+        return APFState(space, zeros, zeros, zeros, never, never, self.threshold), initial
 
     def mask(self, state: APFState, round: int) -> Mask:
         """The active parameters."""

@@ -20,9 +20,9 @@ class FedAvg:
         """Values travel as float32."""
         return Traits()
 
-    def init(self, space: Space) -> Space:
+    def init(self, space: Space, initial: Tensor) -> tuple[Space, Tensor]:
         """FedAvg has no state of its own."""
-        return space
+        return space, initial
 
     def mask(self, state: Space, round: int) -> Mask:
         """Everything."""

@@ -49,9 +49,9 @@ class GlueFL:
         """Values travel as float32."""
         return Traits()
 
-    def init(self, space: Space) -> GlueFLState:
+    def init(self, space: Space, initial: Tensor) -> tuple[GlueFLState, Tensor]:
         """No mask yet: round 1 regenerates it."""
-        return GlueFLState(space, space.mask(False))
+        return GlueFLState(space, space.mask(False)), initial
 
     def mask(self, state: GlueFLState, round: int) -> Mask:
         """M^t; empty in round 1 and in every I-th round after it, where the mask is regenerated."""

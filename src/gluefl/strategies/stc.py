@@ -41,9 +41,9 @@ class STC:
         """Values travel as float32."""
         return Traits()
 
-    def init(self, space: Space) -> STCState:
+    def init(self, space: Space, initial: Tensor) -> tuple[STCState, Tensor]:
         """Nothing left out yet."""
-        return STCState(space, torch.zeros(space.size, device=space.device) if self.server_feedback else None)
+        return STCState(space, torch.zeros_like(initial) if self.server_feedback else None), initial
 
     def mask(self, state: STCState, round: int) -> Mask:
         """Nothing is known to both sides."""

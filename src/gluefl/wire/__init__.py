@@ -1,18 +1,16 @@
 """The only place that knows bytes. `docs/wire-format.md` is the description for other languages."""
 
-from gluefl.wire.bodies import Body, Shared
-from gluefl.wire.encoder import Encoding, count_positions, encode_positions
+from gluefl.wire.bodies import Body, BodyCodec, Shared
+from gluefl.wire.encoder import count_positions, encode_positions
+from gluefl.wire.headers import NO_HASH, PACKAGE, UPLOAD, Expected, Header
+from gluefl.wire.lengths import Encoding
 from gluefl.wire.messages import (
     HEADER_BYTES,
-    NO_HASH,
-    PACKAGE,
-    UPLOAD,
-    Expected,
-    Header,
     decode,
     encode,
     encode_body,
     expected_bytes,
+    header_bytes,
     measure,
     message_bytes,
     replica_hash,
@@ -27,6 +25,7 @@ __all__ = [
     "PACKAGE",
     "UPLOAD",
     "Body",
+    "BodyCodec",
     "Encoding",
     "Expected",
     "Header",
@@ -39,6 +38,7 @@ __all__ = [
     "encode_body",
     "encode_positions",
     "expected_bytes",
+    "header_bytes",
     "measure",
     "message_bytes",
     "pack",

@@ -1,7 +1,9 @@
 """What messages carry. A body is the same for all clients that hold one version; `messages` puts a header before it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -38,4 +40,41 @@ class Body:
     statistics: Tensor
     shared: Shared
     sends_mask: bool
-    codec: ValueCodec = FLOAT32
+    codec: "ValueCodec | BodyCodec" = FLOAT32
+    origin: Tensor | None = None  # version 0, where both sides know it
+
+
+@runtime_checkable
+class BodyCodec(Protocol):
+    """Encodes an update with its positions, in messages with a compact header. Such a body has no statistics of its
+    own and its shared mask is empty. `decode(encode(body)) == body` for the values that the codec can represent."""
+
+    @property
+    def code(self) -> int:
+        """Its number on the wire, 0 to 255."""
+        ...
+
+    @property
+    def fixed_bytes(self) -> int | None:
+        """The length of every body, None if it depends on the body."""
+        ...
+
+    def measure(self, bodies: Sequence[Body]) -> list[int]:
+        """The exact lengths in bytes, without encoding anything; synchronises with a device."""
+        ...
+
+    def estimate(self, update: Sparse) -> int:
+        """About the length of a body, from the number of its values alone."""
+        ...
+
+    def longest(self, size: int) -> int:
+        """No more bytes than this for a vector of `size` entries."""
+        ...
+
+    def encode(self, body: Body) -> bytes:
+        """Positions and values."""
+        ...
+
+    def decode(self, data: memoryview, origin: Tensor | None) -> Sparse:
+        """What `encode` wrote, or `WireError`; nothing is allocated beyond what the checked lengths allow."""
+        ...

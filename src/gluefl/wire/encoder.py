@@ -11,33 +11,16 @@ from torch import Tensor
 
 from gluefl.accel import kernels
 from gluefl.accel.streams import recorded, side_stream, synchronise
-from gluefl.accel.threads import Pending, available, submit, submit_in_order
+from gluefl.accel.threads import Pending, on_all_cores, submit_in_order
 from gluefl.vectors.mask import Mask
-from gluefl.vectors.sparse import Listed, Sparse, Support
-from gluefl.wire.bodies import Body, Shared
+from gluefl.vectors.sparse import Listed, Sparse
+from gluefl.wire.bodies import Body, BodyCodec, Shared
 from gluefl.wire.layouts import LaidOut, count_rows, lay_out, lay_out_list, lay_out_rows, rows_of
-from gluefl.wire.positions import Packed, squeeze
+from gluefl.wire.lengths import Counts, Encoded, Encoding, count_all, measured
+from gluefl.wire.positions import squeeze
 
 ABSOLUTE, BESIDE_MASK, KNOWN = range(3)  # relation of a set of positions to the shared mask
 AT_A_TIME = 1 << 28  # positions that are laid out in one batch on a GPU
-Encoded = tuple[int, Packed]  # relation to the shared mask, and the positions
-Counts = tuple[int, int]  # of positions, and of those that the shared mask covers too
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """What becomes of a body's positions, and with them the length of its message. Holds no values."""
-
-    positions: Pending[Encoded]
-    mask: Pending[Encoded] | None  # of a package, which sends the shared mask
-    support: Support
-    rest_bytes: Callable[[], int]  # values and statistics
-
-    @property
-    def body_bytes(self) -> int:
-        """The bytes of the four sections without their headers."""
-        mask_bytes = len(self.mask.result()[1].data) if self.mask is not None else 0
-        return mask_bytes + len(self.positions.result()[1].data) + self.rest_bytes()
 
 
 @dataclass(frozen=True)
@@ -108,6 +91,8 @@ def encode_positions(
     """
     if not bodies:
         return []
+    if isinstance(bodies[0].codec, BodyCodec):
+        return measured(bodies[0].codec, bodies)
     shared, sends_mask = bodies[0].shared, bodies[0].sends_mask
     sets = [PositionSet.of(body.update, shared) for body in bodies]
     if sends_mask and mask is None:
@@ -129,10 +114,11 @@ def encode_positions(
 
 def count_positions(bodies: Sequence[Body]) -> list[Counts]:
     """Count the positions of bodies that share one mask, synchronising with a GPU once; masks remember the counts."""
-    sets = [PositionSet.of(body.update, body.shared) for body in bodies]
     if not bodies or not bodies[0].shared.mask.bits.is_cuda:
         return []
-    shared = bodies[0].shared
+    if isinstance(bodies[0].codec, BodyCodec):
+        return count_all([body.update for body in bodies])
+    sets, shared = [PositionSet.of(body.update, body.shared) for body in bodies], bodies[0].shared
     sets = [PositionSet(shared.mask.size, shared, shared.mask, covers=shared.mask, relative=False), *sets]
     counts: list[Counts] = []
     for batch in _batches(sets):
@@ -143,6 +129,7 @@ def count_positions(bodies: Sequence[Body]) -> list[Counts]:
 
 
 def _rest_bytes(body: Body) -> Callable[[], int]:
+    assert not isinstance(body.codec, BodyCodec)
     values_bytes, statistics_bytes = body.codec.measure(body.update), 4 * body.statistics.numel()
     return lambda: values_bytes() + statistics_bytes
 
@@ -150,7 +137,7 @@ def _rest_bytes(body: Body) -> Callable[[], int]:
 def _on_host(sets: Sequence[PositionSet], shared: Shared) -> list[Pending[Encoded]]:
     if shared.mask.count:
         _ = shared.outside, shared.numbers  # before several threads compute them at once
-    return _on_all_cores([one.encode for one in sets])
+    return on_all_cores([one.encode for one in sets])
 
 
 def _by_side_stream(sets: Sequence[PositionSet]) -> list[Pending[Encoded]]:
@@ -185,7 +172,7 @@ def _from_gpu(sets: Sequence[PositionSet], counts: Sequence[Counts] | None) -> l
         except torch.cuda.OutOfMemoryError:
             return pending + [Pending(one.encode) for one in sets[len(pending) :]]
         synchronise(batch[0].shared.mask.bits.device)
-        pending += _on_all_cores([partial(_squeeze, *one) for one in layout()])
+        pending += on_all_cores([partial(_squeeze, *one) for one in layout()])
     return pending
 
 
@@ -193,27 +180,12 @@ def _squeezed_after(
     layouts: Sequence[Callable[[], list[tuple[int, LaidOut]]]], complete: "torch.cuda.Event"
 ) -> list[Pending[Encoded]]:
     complete.synchronize()
-    return [one for layout in layouts for one in _on_all_cores([partial(_squeeze, *part) for part in layout()])]
+    return [one for layout in layouts for one in on_all_cores([partial(_squeeze, *part) for part in layout()])]
 
 
 def _batches(sets: Sequence[PositionSet]) -> list[Sequence[PositionSet]]:
     length = max(1, AT_A_TIME // sets[0].size)
     return [sets[at : at + length] for at in range(0, len(sets), length)]
-
-
-def _on_all_cores(encodings: Sequence[Callable[[], Encoded]]) -> list[Pending[Encoded]]:
-    # One task for every core, not for every body: threads that switch every fifth of a millisecond lose half of it.
-    tasks = min(available(), len(encodings))
-    pending: dict[int, Pending[Encoded]] = {}
-    for first in range(tasks):
-        task = submit(lambda batch: [encode() for encode in batch], encodings[first::tasks])
-        for place in range(len(encodings[first::tasks])):
-            pending[first + place * tasks] = Pending(partial(_at, task, place))
-    return [pending[i] for i in range(len(encodings))]
-
-
-def _at(task: "Future[list[Encoded]]", place: int) -> Encoded:
-    return task.result()[place]
 
 
 def _spread(task: "Future[list[Pending[Encoded]]]", count: int) -> list[Pending[Encoded]]:

@@ -8,7 +8,6 @@ import hashlib
 import math
 import struct
 import zlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,18 +15,17 @@ from torch import Tensor
 from gluefl.errors import WireError
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Listed
-from gluefl.wire.bodies import Body, Shared
-from gluefl.wire.encoder import ABSOLUTE, BESIDE_MASK, KNOWN, Encoding, encode_positions
+from gluefl.wire import compact
+from gluefl.wire.bodies import Body, BodyCodec, Shared
+from gluefl.wire.encoder import ABSOLUTE, BESIDE_MASK, KNOWN, encode_positions
+from gluefl.wire.headers import ACCEPTED, NO_VERSION, PACKAGE, UPLOAD, Expected, Header
+from gluefl.wire.lengths import Encoding
 from gluefl.wire.positions import Packed, unpack
 from gluefl.wire.values import FLOAT32, ValueCodec, float_bytes, floats
 
 MAGIC = b"GLUE"
 FORMAT = 1
-PACKAGE, UPLOAD = 1, 2
 PRECISION = 0  # of the vectors: float32
-NO_VERSION = 0xFFFFFFFF
-NO_HASH = bytes(8)
-ACCEPTED = 1
 
 # magic, format, kind, precision, run, layout, round, base, version, flags, base hash, hash, weight, loss,
 # samples, statistics, size, body bytes, body checksum; then the checksum of all these.
@@ -39,24 +37,6 @@ SECTIONS = 4  # mask, positions, values, statistics
 AROUND_BYTES = HEADER_BYTES + SECTIONS * SECTION.size
 
 
-@dataclass(frozen=True)
-class Header:
-    """What a message says of itself. `base` is the version a package starts from or an upload was trained on."""
-
-    kind: int
-    run: bytes  # 8 bytes
-    layout: bytes  # 8 bytes, the fingerprint of the layout
-    round: int
-    base: int | None  # None: the package holds the whole model
-    version: int  # the version the client holds after the package; in an upload, the version it holds
-    base_hash: bytes = NO_HASH  # of the replica at `base`; zeros where it was not computed
-    hash: bytes = NO_HASH  # of the replica at `version`
-    weight: float = 0.0  # ν_i, the nominal weight
-    loss: float = 0.0
-    samples: int = 0
-    accepted: bool = True  # whether the client's last upload was used
-
-
 def measure(body: Body) -> int:
     """The length of the encoded message, without materialising its values."""
     return message_bytes(encode_positions([body])[0])
@@ -64,11 +44,13 @@ def measure(body: Body) -> int:
 
 def message_bytes(encoding: Encoding) -> int:
     """The length of the message of a body whose positions are being encoded."""
-    return AROUND_BYTES + encoding.body_bytes
+    return (AROUND_BYTES if encoding.positions is not None else compact.HEADER_BYTES) + encoding.body_bytes
 
 
 def expected_bytes(body: Body) -> int:
     """About the length of the message, before its positions are encoded: their entropy is nearly reached."""
+    if isinstance(body.codec, BodyCodec):
+        return compact.HEADER_BYTES + body.codec.estimate(body.update)
     count, size, covered = body.update.count, body.update.size, body.shared.mask.count
     beside = covered if covered <= count else 0  # positions that follow from the mask
     mask_bytes = entropy_bytes(covered, size) if body.sends_mask else 0
@@ -82,8 +64,15 @@ def entropy_bytes(count: int, size: int) -> int:
     return round(size * sum(-share * math.log2(share) for share in shares) / 8)
 
 
-def encode(header: Header, body: bytes, size: int, statistics: int) -> bytes:
-    """A whole message from a header and an encoded body."""
+def header_bytes(codec: ValueCodec | BodyCodec) -> int:
+    """The length of the header before a body of this codec."""
+    return compact.HEADER_BYTES if isinstance(codec, BodyCodec) else HEADER_BYTES
+
+
+def encode(header: Header, body: bytes, size: int, statistics: int, codec: ValueCodec | BodyCodec = FLOAT32) -> bytes:
+    """A whole message from a header and a body that was encoded with this codec."""
+    if isinstance(codec, BodyCodec):
+        return compact.encode(header, body, size, statistics, codec.code)
     fields = HEADER.pack(
         MAGIC,
         FORMAT,
@@ -110,33 +99,23 @@ def encode(header: Header, body: bytes, size: int, statistics: int) -> bytes:
 
 def encode_body(body: Body, encoding: Encoding | None = None) -> bytes:
     """Four sections: mask, positions, values, statistics. The positions are encoded here unless they are given."""
+    if isinstance(body.codec, BodyCodec):
+        return body.codec.encode(body)
     encoding = encoding or encode_positions([body])[0]
+    assert encoding.positions is not None
     mask = _section(*encoding.mask.result()) if encoding.mask is not None else SECTION.pack(0, KNOWN, 0, 0, 0)
     values = _coded(body.codec.code, body.update.count, body.codec.encode(body.update))
     statistics = _coded(FLOAT32.code, body.statistics.numel(), float_bytes(body.statistics))
     return b"".join([mask, _section(*encoding.positions.result()), values, statistics])
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What the receiver knows before it reads a message; anything else is refused."""
-
-    run: bytes
-    layout: bytes
-    size: int  # d
-    statistics: int
-    kind: int
-    shared: Shared | None = None  # for uploads: the mask both sides know
-    codec: ValueCodec = FLOAT32  # of the values
-
-    @property
-    def longest(self) -> int:
-        """No message of this federation is longer: values everywhere and a bitmap twice, with zstd's margin."""
-        return AROUND_BYTES + self.codec.longest(self.size) + 4 * self.statistics + 2 * (self.size // 4 + 1024)
-
-
 def decode(data: bytes, expected: Expected) -> tuple[Header, Body]:
     """Read a message, or raise `WireError`: nothing is allocated beyond the sizes that were checked."""
+    codec = expected.codec
+    if isinstance(codec, BodyCodec):
+        header, body = compact.read(data, expected)
+        shared = expected.shared or Shared(Mask.uniform(expected.size, False, torch.device("cpu")))
+        return header, Body(codec.decode(body, expected.origin), torch.zeros(0), shared, False, codec, expected.origin)
     header, body = _read_header(data, expected)
     reader = _Reader(body)
     shared = _read_mask(reader, expected)
@@ -149,12 +128,12 @@ def decode(data: bytes, expected: Expected) -> tuple[Header, Body]:
         mask = unpack(packed, expected.size)
     else:
         raise WireError(f"relation {relation} of positions to the mask is unknown")
-    coded = reader.coded(mask.count, expected.codec, "values")
+    coded = reader.coded(mask.count, codec, "values")
     statistics = floats(reader.coded(expected.statistics, FLOAT32, "statistics"), expected.statistics)
     reader.end()
     positions = mask.positions
-    update = Listed(positions, _decoded(expected.codec, coded, positions), expected.size)
-    return header, Body(update, statistics, shared, expected.kind == PACKAGE, expected.codec)
+    update = Listed(positions, _decoded(codec, coded, positions), expected.size)
+    return header, Body(update, statistics, shared, expected.kind == PACKAGE, codec)
 
 
 def replica_hash(weights: Tensor, statistics: Tensor) -> bytes:

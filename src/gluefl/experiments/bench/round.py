@@ -83,6 +83,7 @@ def setting(work: Work, folder: Path, devices: Devices | None = None) -> tuple[S
     module = (models.build(work.model, classes=62, channels=1) if work.model else model("w1")).to(device)
     layout = Layout.of(module)
     trainer = choose("auto", module, layout, population, torch.nn.functional.cross_entropy, device, SGD)
+    weights, statistics = layout.flatten(module)
     core = Core(
         seed=0,
         run=bytes(8),
@@ -90,6 +91,8 @@ def setting(work: Work, folder: Path, devices: Devices | None = None) -> tuple[S
         space=Space.of(layout, device),
         sampler=Sticky(COHORT, 4 * COHORT, 4 * COHORT // 5, over_commitment=work.over_commitment),
         strategy=GlueFL(),
+        weights=weights,
+        statistics=statistics,
     )
     sim = Simulation(
         core=core,
@@ -99,4 +102,4 @@ def setting(work: Work, folder: Path, devices: Devices | None = None) -> tuple[S
         channel=Measured(),
         residuals=Residuals(layout.size, folder, device_bytes=room_on(device)),
     )
-    return sim, start(core, sim.pool, *layout.flatten(module))
+    return sim, start(core, sim.pool)
