@@ -162,11 +162,11 @@ def positions_of(gaps: np.ndarray, partial: np.ndarray, counts: np.ndarray, size
     steps = np.ones(int(counts.sum()) + 1, np.int64)
     steps[0] = 0
     steps[1:][np.repeat(partial, counts)] += gaps
-    sums, lasts, ends = np.cumsum(steps), np.cumsum(counts), np.cumsum(np.array(sizes, np.int64))
+    sums, lasts, lengths = np.cumsum(steps), np.cumsum(counts), np.array(sizes, np.int64)
     before = sums[lasts - counts]
-    if (sums[lasts] - before > sizes).any():
+    if (sums[lasts] - before > lengths).any():
         raise WireError("a position lies outside its tensor")
-    positions: np.ndarray = sums[1:] + np.repeat(ends - sizes - before - 1, counts)
+    positions: np.ndarray = sums[1:] + np.repeat(np.cumsum(lengths) - lengths - before - 1, counts)
     return positions
 
 
