@@ -100,10 +100,10 @@ def by_hand(codec, data, origin) -> dict[int, float]:
         start += size
     bits = [byte >> i & 1 for byte in head for i in range(8)]
     remainders = iter(bits)
-    fixed = [("gap", e[4], e[2]) for e in entries] + [("cell", e[6], e[2] or e[1]) for e in entries]
-    low = [[sum(next(remainders) << j for j in range(k)) for _ in range(count)] for _, k, count in fixed]
+    fixed = [(e[4], e[2]) for e in entries] + [(e[6], e[2] or e[1]) for e in entries]
+    low = [[sum(next(remainders) << j for j in range(k)) for _ in range(count)] for k, count in fixed]
     unary = remainders  # quotients follow the last remainder
-    numbers = [[(quotient(unary) << k) + rest for rest in part] for (_, k, _), part in zip(fixed, low)]
+    numbers = [[(quotient(unary) << k) + rest for rest in part] for (k, _), part in zip(fixed, low)]
     assert not any(unary), "padding"
     values = {}
     for entry, gaps, codes in zip(entries, numbers[: len(entries)], numbers[len(entries) :]):

@@ -137,7 +137,7 @@ class CellCodec:
         """The bytes of an update. A value that is on no grid raises `GlueFLError`."""
         batch = listed(update)
         plan = self._plan(batch, origin)
-        self._lengths(plan, batch)  # refuses values
+        self._lengths(plan, batch)  # refuses values that are on no grid
         table = Table(plan.fields[:, 0].cpu().numpy(), self.tensors)
         gaps, codes = plan.gaps.cpu().numpy(), plan.codes.cpu().numpy()
         if not table.partial.all():
@@ -178,7 +178,6 @@ class CellCodec:
         exponents, codes, refused = self._codes(batch, origin, segments)
         gap_parameters, gap_bits = rice.best_parameters(gaps, segments, LARGEST_GAP_PARAMETER)
         cell_parameters, reordered, cell_bits = rice.best_signed_parameters(codes, segments, LARGEST_CELL_PARAMETER)
-
         fields = torch.stack([segments.counts, exponents, reordered.long(), gap_parameters, cell_parameters])
         fields = fields.view(len(fields), batch.updates, len(self.tensors))
         counts, partial = fields[0], fields[0] < sizes
