@@ -75,7 +75,7 @@ def test_all_errors_come_at_once() -> None:
         ({"strategy": {"name": "fedavg", "q": 0.1}}, "fedavg has no q; it has no parameters"),
         ({"strategy": {"name": "apf", "q_shared": 0.1}}, "apf has no q_shared; it has check_every, decay"),
         ({"strategy": {"name": "gluefl", "q": 0.16}}, "q_shared = 0.16 must be below q = 0.16"),
-        ({"strategy": {"name": "glufl"}}, "'gluefl'; found 'glufl'"),
+        ({"strategy": {"name": "glufl"}}, "'gluefl' or 'lean'; found 'glufl'"),
         ({"strategy": {"regenerate_every": 0}}, "greater than or equal to 1; found 0"),
         ({"training": {"steps": 3, "epochs": 1}}, "give steps or epochs, not both"),
         ({"training": {"lr": float("nan")}}, "finite"),

@@ -21,10 +21,12 @@ from gluefl import (
     APF,
     STC,
     Arrivals,
+    Averaging,
     Evaluation,
     FedAvg,
     Fleet,
     GlueFL,
+    Lean,
     LocalSGD,
     Options,
     Server,
@@ -81,6 +83,11 @@ WRONG = [
     (STC, {"compensation": "bogus", "server_feedback": 1}, "strategy", strategy(STC)),
     (APF, {"check_every": 0}, "strategy", strategy(APF)),
     (APF, {"threshold": -1, "decay": 1, "tighten_at": 2}, "strategy", strategy(APF)),
+    (Lean, {"step": 0, "coarsest": 0.1, "hysteresis": 0.4}, "strategy", strategy(Lean)),
+    (Lean, {"step": 3.0}, "strategy", strategy(Lean)),
+    (Lean, {"refine_below": 0.2, "origin_cells": 3, "upload_block": 100}, "strategy", strategy(Lean)),
+    (Lean, {"upload_bits": 5, "upload_share": 0, "upload_rotation": "none"}, "strategy", strategy(Lean)),
+    (Averaging, {"average": 1.0}, "server", {}),
     (GlueFL, {"q": 5}, "strategy", {}),
     (GlueFL, {"q": NAN}, "strategy", {}),
     (GlueFL, {"q": 0.1, "q_shared": 0.5}, "strategy", {}),
@@ -144,7 +151,7 @@ def test_every_public_dataclass_with_parameters_is_tried() -> None:
     assert public - {gluefl.Instant, gluefl.Samples} == {kind for kind, *_ in WRONG}
 
 
-@pytest.mark.parametrize("kind", [STC, APF, GlueFL, Server, LocalSGD, Uniform, Sticky, Fleet, Options])
+@pytest.mark.parametrize("kind", [STC, APF, GlueFL, Lean, Averaging, Server, LocalSGD, Uniform, Sticky, Fleet, Options])
 def test_every_parameter_has_a_limit(kind) -> None:
     """Whatever a parameter is, it is not an object of no type."""
     required = {field: STICKY[field] for field in model_of(kind).model_fields if field in STICKY}
@@ -243,7 +250,7 @@ def test_keys_of_no_or_another_strategy_are_refused_beside_wrong_values() -> Non
         "strategy.rest: input should be greater than or equal to 1; found -1",
     ]
     assert in_toml({"strategy": {"name": "lazyy"}}) == [
-        "strategy.name: input should be 'fedavg', 'stc', 'apf', 'gluefl' or 'lazy'; found 'lazyy'"
+        "strategy.name: input should be 'fedavg', 'stc', 'apf', 'gluefl', 'lean' or 'lazy'; found 'lazyy'"
     ]
 
 

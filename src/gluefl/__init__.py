@@ -13,6 +13,7 @@ _HOMES = {
     "STC": "gluefl.strategies.stc",
     "APF": "gluefl.strategies.apf",
     "GlueFL": "gluefl.strategies.gluefl",
+    "Lean": "gluefl.strategies.lean",
     "Uniform": "gluefl.core.sampling",
     "Sticky": "gluefl.core.sampling",
     "Fleet": "gluefl.fleet",
@@ -23,6 +24,7 @@ _HOMES = {
     "Options": "gluefl.simulation.settings",
     "Setting": "gluefl.simulation.settings",
     "Server": "gluefl.core.optimizer",
+    "Averaging": "gluefl.core.averaging",
     "Samples": "gluefl.populations",
     "train": "gluefl.simulation.run",
     "plan": "gluefl.experiments.theory.planning",
@@ -32,11 +34,13 @@ __all__ = [
     "APF",
     "STC",
     "Arrivals",
+    "Averaging",
     "Evaluation",
     "FedAvg",
     "Fleet",
     "GlueFL",
     "Instant",
+    "Lean",
     "LocalSGD",
     "Options",
     "Samples",
@@ -50,6 +54,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from gluefl.clients.rules import LocalSGD
+    from gluefl.core.averaging import Averaging
     from gluefl.core.optimizer import Server
     from gluefl.core.sampling import Sticky, Uniform
     from gluefl.experiments.theory.planning import plan
@@ -60,6 +65,7 @@ if TYPE_CHECKING:
     from gluefl.strategies.apf import APF
     from gluefl.strategies.fedavg import FedAvg
     from gluefl.strategies.gluefl import GlueFL
+    from gluefl.strategies.lean import Lean
     from gluefl.strategies.stc import STC
 
 

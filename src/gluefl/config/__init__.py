@@ -71,7 +71,7 @@ class Wire(Parameters):
     """`[wire]`: messages are measured, or each is encoded, decoded and checked; how a client comes to version 0."""
 
     encode: bool = False
-    initial: Literal["download", "known"] = "download"  # the whole model, or known from the seed or with the app
+    initial: Literal["download", "known"] | None = None  # the whole model, or known from the seed or with the app
 
 
 class Checkpoint(Parameters):
@@ -154,6 +154,7 @@ def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Conf
     What depends on other values is filled in, so that the text of the configuration says what is run.
     """
     from gluefl.config.tables import resolved
+    from gluefl.strategies.registry import ROWS
 
     try:
         config = Config.model_validate({key: value for key, value in raw.items() if key != "compare"})
@@ -163,7 +164,11 @@ def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Conf
         sampling = resolved(config.sampling, config.fleet, config.strategy)
     except ParameterError as error:
         raise ParameterError(source, [problem.within("sampling") for problem in error.problems]) from None
-    return config.model_copy(update={"sampling": sampling})
+    row = ROWS[config.strategy.name]
+    wire = config.wire if config.wire.initial else config.wire.model_copy(update={"initial": row.initial})
+    averages = config.server.average is not None
+    server = config.server if averages else config.server.model_copy(update={"average": row.average})
+    return config.model_copy(update={"sampling": sampling, "wire": wire, "server": server})
 
 
 def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[str, Config]:

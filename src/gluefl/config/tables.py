@@ -14,6 +14,7 @@ from gluefl.core import optimizer
 from gluefl.core.sampling import Sampler, Sticky, Uniform
 from gluefl.fleet import devices
 from gluefl.parameters import (
+    Decay,
     OneOf,
     ParameterError,
     Parameters,
@@ -42,7 +43,7 @@ Training = _table(
     tf32=(bool | None, None),  # on a GPU; allowed where the configuration does not say
 )
 
-Server = _table("Server", **declarations(optimizer.Server))
+Server = _table("Server", **declarations(optimizer.Server), average=(Decay | None, None))  # by strategy
 
 _sticky = declarations(Sticky)
 Sampling = _table(
@@ -51,7 +52,7 @@ Sampling = _table(
     cohort=(_sticky["cohort"][0], 30),
     sticky_size=(_sticky["sticky_size"][0] | None, None),  # 4K
     sticky_cohort=(_sticky["sticky_cohort"][0] | None, None),  # 4K/5
-    weights=_sticky["weights"],
+    weights=(_sticky["weights"][0] | None, None),  # unbiased, but for lean
     importance=(Literal["uniform", "samples"], "uniform"),
     initial=_sticky["initial"],
 )
@@ -149,18 +150,22 @@ def parameters_of(strategy: str) -> set[str]:
 
 def resolved(sampling: Any, fleet: Any, strategy: Strategy) -> Any:
     """`[sampling]` with the sampler of the strategy's paper, and its sizes, where the configuration gives none."""
-    name = sampling.name or registry.ROWS[strategy.name].sampler
+    row = registry.ROWS[strategy.name]
+    name = sampling.name or row.sampler
+    weights = sampling.weights if sampling.weights is not None else row.weights
+    if name == "uniform" and sampling.weights is None:
+        weights = "unbiased"
     sizes: dict[str, int | None] = {"sticky_size": None, "sticky_cohort": None}
     if name == "sticky":
-        k = sampling.cohort
+        k, s, c = sampling.cohort, sampling.sticky_size, sampling.sticky_cohort
         sizes = {
-            "sticky_size": sampling.sticky_size if sampling.sticky_size is not None else 4 * k,
-            "sticky_cohort": sampling.sticky_cohort if sampling.sticky_cohort is not None else 4 * k // 5,
+            "sticky_size": 4 * k if s is None else s,
+            "sticky_cohort": int(row.sticky_cohort * k) if c is None else c,
         }
     elif sampling.name == "uniform" and (sampling.sticky_size or sampling.sticky_cohort):
         message = "name is 'uniform', but sticky_size or sticky_cohort is given: remove them"
         raise ParameterError("sampling", [Problem("", message)])
-    table = sampling.model_copy(update={"name": name, **sizes})
+    table = sampling.model_copy(update={"name": name, "weights": weights, **sizes})
     sampler(table, fleet)  # refuses sizes that cannot run on any population
     return table
 

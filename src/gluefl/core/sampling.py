@@ -16,7 +16,7 @@ import numpy as np
 from gluefl.errors import UsageError
 from gluefl.parameters import AtLeastOne, ClosedShare, Count, NoneAs, OpenShare, checked
 
-Weights = Literal["unbiased", "equal"] | OpenShare
+Weights = Literal["unbiased", "equal", "proportional"] | OpenShare
 StickyShare = Annotated[ClosedShare | None, NoneAs("proportional")]
 LISTABLE = 10**7  # a pool up to this size may be looked through when too few of it are online
 
@@ -126,7 +126,8 @@ class Sticky:
     """C clients from a sticky group of S, K−C from outside it; newcomers replace sticky clients that were not used.
 
     Unbiased weights are ν_i = S/C · p_i inside and (N−S)/(K−C) · p_i outside. A number between S/N (unbiased)
-    and C/K (equal) instead gives the sticky group that share of the whole weight.
+    and C/K instead gives the sticky group that share of the whole weight; "proportional" is C/K, so that within a
+    round weights are proportional to p_i. "equal" is 1/K for everyone.
     """
 
     cohort: Count  # K
@@ -206,7 +207,7 @@ class Sticky:
             return None, None
         if self.weights == "unbiased":
             return self.sticky_size / sticky, (size - self.sticky_size) / others
-        share = float(self.weights)
+        share = sticky / (sticky + others) if self.weights == "proportional" else float(self.weights)
         return share * size / sticky, (1 - share) * size / others
 
 

@@ -95,7 +95,8 @@ class Session:
         weights: dict[int, float] = {}
         for group in exchange.groups:  # a client of a group that is short of its quota weighs more
             weights |= group.actual_weights([client for client in group.clients if client in received])
-        uploads = [Upload(c, weights[c], one.body.update, one.body.statistics) for c, one in received.items()]
+        seed = self.core.seed
+        uploads = [Upload(c, weights[c], one.body.update, one.body.statistics, seed) for c, one in received.items()]
         try:
             result = aggregate(self.core, self.state, uploads, round)
             if bool(result.finite):

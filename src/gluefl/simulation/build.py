@@ -11,6 +11,7 @@ from gluefl.clients.evaluation import METRICS
 from gluefl.clients.rules import LocalSGD
 from gluefl.config import Config, to_toml
 from gluefl.config.tables import part, sampler
+from gluefl.core.averaging import Averaging
 from gluefl.core.optimizer import Server
 from gluefl.core.sampling import Sampler
 from gluefl.fleet import Arrivals, Devices, Fleet, Instant
@@ -39,6 +40,7 @@ def run(config: Config, options: Options) -> Result:
             seed=config.seed,
             training=part(LocalSGD, config.training),
             server=part(Server, config.server),
+            averaging=Averaging(config.server.average),
             importance=config.sampling.importance,
             devices=build_devices(config, population.clients),
             arrivals=part(Arrivals, config.fleet),

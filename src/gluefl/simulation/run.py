@@ -23,7 +23,8 @@ from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator
 from gluefl.clients.residuals import Residuals, room_on
 from gluefl.clients.trainers.choice import choose
-from gluefl.core.sampling import Pool, Sampler, Uniform
+from gluefl.core.averaging import Averaging
+from gluefl.core.sampling import Pool, Sampler, Sticky, Uniform
 from gluefl.core.server import Core, State, start
 from gluefl.errors import DataError, Diverged, Interrupted, UsageError
 from gluefl.parameters import Has, NonNegativeCount, check
@@ -40,6 +41,7 @@ from gluefl.simulation.settings import Callback, Evaluation, Options, Setting
 from gluefl.storage import checkpoint
 from gluefl.storage.journal import Journal, Line, reached_round, summarise
 from gluefl.strategies import Space, Strategy
+from gluefl.strategies.registry import row_of
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import whole
 
@@ -68,7 +70,8 @@ def train(
     model: any module with trainable parameters; it is copied. Only parameters that require a gradient travel.
     population: who owns which data, for instance `gluefl.populations.glyphs.Glyphs(clients=300)`.
     strategy: what travels, for instance `GlueFL()`.
-    sampler: who is invited, for instance `Sticky(cohort=10, sticky_size=40, sticky_cohort=8)`; 30 at random if none.
+    sampler: who is invited, for instance `Sticky(cohort=10, sticky_size=40, sticky_cohort=8)`; by default 30 clients,
+        at random or sticky as goes with the strategy.
     rounds: how many rounds to play, unless a target ends the run before.
     setting: what else is computed: seed, local training, server optimiser, loss, hooks, fleet, evaluation.
     options: how it is carried out: folder, resume, callbacks, device, trainer, engine, checkpoints.
@@ -82,7 +85,7 @@ def train(
     module = copy.deepcopy(model).to(device)
     if setting.initial_weights is not None:
         _load_weights(module, setting.initial_weights)
-    chosen: Sampler = sampler or Uniform(cohort=min(30, population.clients))
+    chosen = sampler or _default_sampler(strategy, population.clients)
     description = run_folder.description(module, population, strategy, chosen, setting, options)
     with resources():
         sim, state = _assemble(module, population, strategy, chosen, setting, options, description)
@@ -123,6 +126,16 @@ def _check_arguments(*arguments: Any) -> None:
     check("train", **{name: (kind, value) for (name, kind), value in zip(kinds.items(), arguments, strict=True)})
 
 
+def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
+    """The sampler that goes with a strategy, for 30 clients a round or as many as a small population allows."""
+    row = row_of(strategy)
+    cohort = min(30, clients // 5)
+    if row.sampler == "uniform" or cohort < 2:
+        return Uniform(cohort=min(30, clients))
+    sticky_cohort = max(1, int(row.sticky_cohort * cohort))
+    return Sticky(cohort, 4 * cohort, sticky_cohort, weights=row.weights)
+
+
 def _assemble(
     module: nn.Module,
     population: Population,
@@ -135,7 +148,7 @@ def _assemble(
     """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
     layout, device = Layout.of(module), next(module.parameters()).device
     layout = replace(layout, exchanged=setting.training.exchanged(layout.size))
-    weights, statistics = layout.flatten(module)
+    row, (weights, statistics) = row_of(strategy), layout.flatten(module)
     core = Core(
         seed=setting.seed,
         run=hashlib.sha256(description.encode()).digest()[:8],
@@ -146,9 +159,9 @@ def _assemble(
         weights=weights,
         statistics=statistics,
         optimizer=setting.server,
-        averaging=setting.averaging,
+        averaging=setting.averaging or Averaging(row.average),
         hooks=setting.hooks,
-        initial=setting.initial,
+        initial=setting.initial or row.initial,
     )
     sim = Simulation(
         core=core,

@@ -49,14 +49,14 @@ class Setting:
     seed: Seed = 1
     training: Rule = LocalSGD()  # noqa: RUF009 - frozen
     server: Annotated[Optimizer, Has(("init", "step"))] = Server()  # noqa: RUF009 - frozen
-    averaging: Averaging = Averaging()  # noqa: RUF009 - frozen
+    averaging: Averaging | None = None  # over versions; by strategy: lean averages, the others do not
     loss: Loss = nn.functional.cross_entropy
     hooks: Hooks = ()  # on a client's update and on the server's sum
     importance: Literal["uniform", "samples"] = "uniform"  # p_i: equal, or by numbers of samples
     devices: AnyDevices = Instant()  # noqa: RUF009 - frozen
     arrivals: Arrivals = Arrivals()  # noqa: RUF009 - frozen
     evaluation: Evaluation = Evaluation()
-    initial: Initial = "download"  # or known: every client has version 0 without a download
+    initial: Initial | None = None  # how a client comes to version 0; by strategy: known for lean, else download
     initial_weights: Path | str | None = None  # a safetensors file instead of the weights of the module
 
 

@@ -123,7 +123,7 @@ def _received(
             samples=sim.engine.work(client),
         )
         received = sim.channel.receive(header, losses[client], bodies[client], encodings[client])
-        uploads.append(Upload(client, actual[client], received.update, received.statistics))
+        uploads.append(Upload(client, actual[client], received.update, received.statistics, core.seed))
     return uploads
 
 

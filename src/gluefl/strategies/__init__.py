@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from gluefl.parameters import Has, checked
 from gluefl.randomness import stream
+from gluefl.vectors.grid import Segments
 from gluefl.vectors.layout import Layout, Part
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse, add_all
@@ -56,6 +58,27 @@ class Space:
         """The number of statistics."""
         return sum(statistic.size for statistic in self.statistics)
 
+    @cached_property
+    def weights_segments(self) -> Segments:
+        """The tensors of the weights."""
+        return Segments(self.tensors, self.device)
+
+    @cached_property
+    def statistics_segments(self) -> Segments:
+        """The tensors of the statistics."""
+        return Segments(tuple(statistic.size for statistic in self.statistics), self.device)
+
+    @cached_property
+    def segments_of_all(self) -> Segments:
+        """All tensors, the weights first."""
+        return Segments((*self.tensors, *self.statistics_segments.sizes), self.device)
+
+    @cached_property
+    def variances(self) -> Tensor:
+        """Which of the statistics are variances."""
+        kinds = torch.tensor([statistic.kind == "variance" for statistic in self.statistics], device=self.device)
+        return self.statistics_segments.spread(kinds.bool())
+
     def segments(self, scope: str) -> tuple[int, ...]:
         """Over which parts top-k is taken: the whole vector (the paper) or each tensor separately."""
         return self.tensors if scope == "tensor" else (self.size,)
@@ -90,6 +113,7 @@ class Upload:
     weight: float
     update: Sparse
     statistics: Tensor
+    seed: int = 0  # of the run, as in the client's task
 
 
 def _kind(part: Part) -> Literal["mean", "variance", "counter"]:

@@ -1,20 +1,26 @@
 """The strategies by name: one row each. Its parameters in TOML are the fields of the class."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 from gluefl.strategies.apf import APF
 from gluefl.strategies.fedavg import FedAvg
 from gluefl.strategies.gluefl import GlueFL
+from gluefl.strategies.lean import Lean
 from gluefl.strategies.stc import STC
 
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy's dataclass, and the sampler that its paper comes with."""
+    """A strategy's dataclass, and what is used with it where a configuration does not say."""
 
     kind: type[Any]
     sampler: Literal["uniform", "sticky"] = "uniform"
+    sticky_cohort: Fraction = Fraction(4, 5)  # C/K
+    weights: Literal["unbiased", "proportional"] = "unbiased"
+    initial: Literal["download", "known"] = "download"
+    average: float = 0.0  # β, of the server's average over versions
 
 
 ROWS = {
@@ -22,6 +28,12 @@ ROWS = {
     "stc": Row(STC),
     "apf": Row(APF),
     "gluefl": Row(GlueFL, "sticky"),
+    "lean": Row(Lean, "sticky", Fraction(9, 10), "proportional", "known", 0.9),
 }
 
 STRATEGIES: dict[str, Any] = {name: row.kind for name, row in ROWS.items()}
+
+
+def row_of(strategy: Any) -> Row:
+    """What is used with a strategy; with one of another kind, what is used with FedAvg."""
+    return next((row for row in ROWS.values() if row.kind is type(strategy)), ROWS["fedavg"])

@@ -59,8 +59,13 @@ class Rotated:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the length of a block."""
-        if not SHORTEST <= self.block <= LONGEST or self.block & (self.block - 1):
-            yield f"block must be a power of two from {SHORTEST} to {LONGEST}; found {self.block}"
+        yield from self.problems_of_block(self.block)
+
+    @staticmethod
+    def problems_of_block(block: int) -> Iterator[str]:
+        """A Hadamard matrix has a power of two of rows; very long blocks need too much memory at once."""
+        if not SHORTEST <= block <= LONGEST or block & (block - 1):
+            yield f"block must be a power of two from {SHORTEST} to {LONGEST}; found {block}"
 
     def blocks(self, d: int) -> Blocks:
         """How a vector of d entries is divided."""

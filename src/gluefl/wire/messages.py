@@ -5,7 +5,6 @@ of a package depends only on the version a client holds, so that it is encoded o
 """
 
 import hashlib
-import math
 import struct
 import zlib
 
@@ -20,7 +19,7 @@ from gluefl.wire.bodies import Body, BodyCodec, Shared
 from gluefl.wire.encoder import ABSOLUTE, BESIDE_MASK, KNOWN, encode_positions
 from gluefl.wire.headers import ACCEPTED, NO_VERSION, PACKAGE, UPLOAD, Expected, Header
 from gluefl.wire.lengths import Encoding
-from gluefl.wire.positions import Packed, unpack
+from gluefl.wire.positions import Packed, entropy_bytes, unpack
 from gluefl.wire.values import FLOAT32, ValueCodec, float_bytes, floats
 
 MAGIC = b"GLUE"
@@ -56,12 +55,6 @@ def expected_bytes(body: Body) -> int:
     mask_bytes = entropy_bytes(covered, size) if body.sends_mask else 0
     rest_bytes = body.codec.measure(body.update)() + 4 * body.statistics.numel()
     return AROUND_BYTES + rest_bytes + mask_bytes + entropy_bytes(count - beside, size - beside)
-
-
-def entropy_bytes(count: int, size: int) -> int:
-    """The entropy of a random set of positions."""
-    shares = [share for share in (count / size, 1 - count / size) if share > 0] if size else []
-    return round(size * sum(-share * math.log2(share) for share in shares) / 8)
 
 
 def header_bytes(codec: ValueCodec | BodyCodec) -> int:

@@ -4,6 +4,7 @@ At a density of 20% a bitmap through zstd costs 2% more than the entropy; gaps t
 eighth.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +81,12 @@ def unpack(packed: Packed, size: int) -> Mask:
     if int(np.count_nonzero(mask)) != count:
         raise WireError(f"{count} positions were announced, {int(np.count_nonzero(mask))} were found")
     return Mask(torch.from_numpy(mask), count)
+
+
+def entropy_bytes(count: int, size: int) -> int:
+    """The entropy of a random set of positions."""
+    shares = [share for share in (count / size, 1 - count / size) if share > 0] if size else []
+    return round(size * sum(-share * math.log2(share) for share in shares) / 8)
 
 
 def _from_bitmap(data: bytes, size: int) -> np.ndarray:

@@ -1,0 +1,202 @@
+"""Lean: a published model on a grid, so that a client downloads only the cells that changed, as small integers.
+
+The server keeps its model in full precision, the latent vector. What it publishes, what clients train from, is that
+vector rounded to a grid: version 0 plus a whole number of steps, one power of two per tensor. A coordinate is
+published anew when the latent value has moved far enough from the published one; the rest stays latent and is
+published in a later round. Uploads are rotated and take about one bit per coordinate (`vectors.rotation`); clients keep
+no state. Sticky sampling (He et al., MLSys 2023) makes it pay: what a client missed since last round is nearly
+nothing. `docs/lean.md` explains the parameters and measures them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gluefl.errors import UsageError
+from gluefl.parameters import Count, Positive, Share, checked
+from gluefl.strategies import Space, Task, Traits, Upload
+from gluefl.vectors import grid
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.rotation import Rotated
+from gluefl.vectors.sparse import Sparse, part_of, whole
+from gluefl.wire.body_codecs import CellBodies, RotatedBodies
+from gluefl.wire.cells import CellCodec
+from gluefl.wire.floats8 import Floats8, rounded
+from gluefl.wire.rotated import rotated_codec
+
+SMOOTHING = 0.9  # of the share of coordinates that change in a round
+PENDING_ROUNDS = 20  # over which the coordinates of a refined tensor are published
+STATISTICS_HYSTERESIS = 0.75  # they are measured anew in every round, with noise
+MOST_CELLS = 2**20  # steps in the largest weight of a tensor: sums of grid values stay exact in float32
+NEVER = float("inf")  # a step that nothing crosses
+
+
+@dataclass(frozen=True)
+class LeanState:
+    """Weights and statistics as one vector; `steps` and what follows it have one entry per tensor."""
+
+    space: Space
+    latent: Tensor
+    published: Tensor  # what clients hold
+    origin: Tensor  # version 0
+    steps: Tensor  # Δ
+    finest: Tensor  # the smallest step
+    coarsest: Tensor  # the largest
+    slack: Tensor  # in steps: how far the latent value may be from the published one
+    shares: Tensor  # of the coordinates that change in a round, smoothed
+
+
+@checked
+@dataclass(frozen=True)
+class Lean:
+    """Cells of a published model down, about one bit per coordinate up."""
+
+    step: Positive = 0.5  # s: a tensor's first step, in standard deviations of its initial weights
+    coarsest: Positive = 2.0  # the largest step, in the same unit
+    step_of_first_update: Positive = 8.0  # of a tensor without spread: its first step, in rms of its first update
+    step_of_statistics: Positive = 0.25  # of a mean: its step, in rms of its first update
+    origin_cells: Count = 4  # version 0 lies on a grid this many times finer than the first step
+    hysteresis: Annotated[Positive, Field(ge=0.5)] = 0.5  # h, in steps
+    refine_below: Share = 0.005  # halve a tensor's step when a smaller share of it changes in a round
+    coarsen_above: Share = 0.05  # double it when a larger share changes
+    upload_bits: Annotated[Count, Field(le=4)] = 1
+    upload_share: Share = 1.0  # p, of the coordinates of a rotated upload
+    upload_block: Count = 4096
+    upload_rounding: Literal["nearest", "stochastic"] = "nearest"
+    upload_rotation: Literal["client", "round"] = "client"
+
+    def problems(self) -> Iterator[str]:
+        """The limits must leave room for steps."""
+        if self.coarsest < self.step:
+            yield f"coarsest = {self.coarsest} must be at least step = {self.step}"
+        if self.refine_below >= self.coarsen_above:
+            yield (
+                f"refine_below = {self.refine_below} must be below coarsen_above = {self.coarsen_above}: "
+                "a step would be halved and doubled in turn"
+            )
+        if self.origin_cells & (self.origin_cells - 1):
+            yield f"origin_cells = {self.origin_cells} must be a power of two, as every step is"
+        yield from Rotated.problems_of_block(self.upload_block)
+
+    @property
+    def rotated(self) -> Rotated:
+        """How updates are compressed."""
+        return Rotated(
+            self.upload_bits, self.upload_share, self.upload_block, self.upload_rounding, self.upload_rotation
+        )
+
+    def traits(self, space: Space) -> Traits:
+        """Cells down, rotated codes and eight-bit statistics up; the optimiser acts on the latent vector."""
+        if any(statistic.kind == "exchanged" for statistic in space.statistics):
+            raise UsageError(
+                "lean has no grid for the second vector that this local rule exchanges (SCAFFOLD's control variates, "
+                "for instance): choose another rule, or FedAvg, STC, APF or GlueFL."
+            )
+        sizes = tuple(statistic.size for statistic in space.statistics)
+        variances = tuple(statistic.kind == "variance" for statistic in space.statistics)
+        cells = CellCodec((*space.tensors, *sizes), (*(False for _ in space.tensors), *variances))
+        uploads = RotatedBodies(rotated_codec(self.rotated, space.size), Floats8(sizes))
+        return Traits(uploads, CellBodies(cells), "sum", "everything")
+
+    def init(self, space: Space, initial: Tensor) -> tuple[LeanState, Tensor]:
+        """Version 0: weights on a grid finer than the first steps, variances on the logarithmic grid."""
+        weights, statistics = initial[: space.size], initial[space.size :]
+        spreads, largest = (numbers.to(space.device) for numbers in grid.spreads(weights, space.tensors))
+        steps = grid.power_of_two(spreads * self.step)
+        first = torch.where(steps > 0, steps, grid.power_of_two(largest) / 256)  # of a constant: eight bits
+        fine = torch.where(first > 0, first / self.origin_cells, 1.0)
+        weights = grid.on_grid(weights, space.weights_segments.spread(fine))
+        statistics = torch.where(space.variances, grid.logarithmic(statistics), statistics + 0.0)
+        origin = torch.cat([weights, statistics])
+        none = torch.full((len(space.statistics),), NEVER, device=space.device)
+        state = LeanState(
+            space,
+            latent=initial,
+            published=origin,
+            origin=origin,
+            steps=torch.cat([torch.where(steps > 0, steps, NEVER), none]),
+            finest=torch.cat([2 * grid.power_of_two(largest / MOST_CELLS), none]),
+            coarsest=torch.cat([grid.power_of_two(spreads * self.coarsest), 0 * none.nan_to_num()]),
+            slack=torch.cat([torch.full_like(steps, self.hysteresis), torch.full_like(none, STATISTICS_HYSTERESIS)]),
+            shares=torch.full_like(torch.cat([steps, none]), (self.refine_below * self.coarsen_above) ** 0.5),
+        )
+        return state, origin
+
+    def mask(self, state: LeanState, round: int) -> Mask:
+        """Nothing: the mask is not chosen, it emerges from what has moved."""
+        return state.space.mask(False)
+
+    def frozen(self, mask: Mask) -> Mask | None:
+        """Nothing."""
+        return None
+
+    def compress(self, delta: Tensor, task: Task, residual: Tensor | None) -> tuple[Sparse, Tensor | None]:
+        """Codes of the rotated update, and the change of the statistics."""
+        size = task.space.size
+        codes = self.rotated.compress(delta[:size], task.seed, task.round, task.client)
+        return whole(torch.cat([codes, rounded(delta[size:], task.space.statistics_segments)])), None
+
+    def combine(self, state: LeanState, uploads: Sequence[Upload], round: int) -> Tensor:
+        """Σ ν_i Δ_i of the weights, and the mean change of the statistics."""
+        size, rotated = state.space.size, self.rotated
+        vectors, weights = [upload.update.values for upload in uploads], [upload.weight for upload in uploads]
+        codes, clients = [vector[: rotated.size(size)] for vector in vectors], [upload.client for upload in uploads]
+        total = rotated.combine(codes, weights, size, uploads[0].seed, round, clients)
+        statistics = torch.stack([vector[rotated.size(size) :] for vector in vectors]).mean(0)
+        return torch.cat([total, statistics])
+
+    def aggregate(self, state: LeanState, total: Tensor, round: int) -> tuple[LeanState, Sparse]:
+        """Move the latent vector, and publish the coordinates that are too far from it."""
+        space, segments, old = state.space, state.space.segments_of_all, state.published
+        # A statistic is measured anew in every round: what its rounding left out is not carried over.
+        latent = torch.cat([state.latent[: space.size], old[space.size :]]) + total
+        steps = torch.where(state.steps < NEVER, state.steps, self._first_steps(state, total))
+        widths = segments.spread(steps)
+        target, distance = grid.nearest(latent, state.origin, widths), (latent - old).abs() / widths
+        target, distance = _with_variances(space, latent, old, target, distance)
+        changes = (distance > segments.spread(state.slack)) & (target != old)
+        published = torch.where(changes, target, old)
+        state = replace(state, latent=latent, published=published, steps=steps)
+        return self._controlled(state, segments.means(changes)), part_of(published - old, Mask(changes))
+
+    def _first_steps(self, state: LeanState, total: Tensor) -> Tensor:
+        """Steps from how far tensors move in their first update; `NEVER` where they do not."""
+        space = state.space
+        of_statistics = [self.step_of_statistics if one.kind == "mean" else 0.0 for one in space.statistics]
+        factors = torch.tensor([self.step_of_first_update] * len(space.tensors) + of_statistics, device=total.device)
+        steps = grid.power_of_two(factors * space.segments_of_all.means(total.square()).sqrt())
+        return torch.where(steps > 0, steps.maximum(state.finest.where(state.finest < NEVER, 0.0)), NEVER)
+
+    def _controlled(self, state: LeanState, changed: Tensor) -> LeanState:
+        """Rate control: steps follow the share of coordinates that changed. A refined tensor is published over
+        several rounds, so that no round is flooded."""
+        shares = SMOOTHING * state.shares + (1 - SMOOTHING) * changed
+        weights = torch.arange(len(shares), device=shares.device) < len(state.space.tensors)
+        settled = weights & (state.slack <= self.hysteresis)
+        finer = settled & (shares < self.refine_below) & (state.steps / 2 >= state.finest)
+        coarser = settled & (shares > self.coarsen_above) & (state.steps * 2 <= state.coarsest)
+        slack = (state.slack - self.hysteresis / PENDING_ROUNDS).maximum(torch.full_like(shares, self.hysteresis))
+        factor = torch.where(finer, 0.5, torch.where(coarser, 2.0, 1.0))
+        return replace(
+            state,
+            steps=state.steps * factor,
+            slack=torch.where(finer, 2 * self.hysteresis, torch.where(weights, slack, state.slack)),
+            shares=shares / factor,
+        )
+
+
+def _with_variances(
+    space: Space, latent: Tensor, old: Tensor, target: Tensor, distance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Targets and distances, with those of variances on their logarithmic grid: no variance is ever published as 0."""
+    values, published = latent[space.size :], old[space.size :]
+    values = values.clamp(published / grid.FACTOR, torch.where(published > 0, published * grid.FACTOR, NEVER))
+    near, away = grid.logarithmic(values), grid.logarithmic_distance(values, published).abs()
+    return (
+        torch.cat([target[: space.size], torch.where(space.variances, near, target[space.size :])]),
+        torch.cat([distance[: space.size], torch.where(space.variances, away, distance[space.size :])]),
+    )

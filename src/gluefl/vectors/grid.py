@@ -1,0 +1,95 @@
+"""Grids on which published values lie: a power-of-two step per tensor, or floats of a few mantissa bits.
+
+Values on a grid are exact in float32, so that a replica is equal bit for bit wherever it is computed. Every operation
+here is exact or rounds once, and gives the same bits on every device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MANTISSA_BITS = 3  # of the logarithmic grid
+SHIFT = 23 - MANTISSA_BITS  # the bits of a float32 that the logarithmic grid leaves out
+FACTOR = 2.0**16  # by which a value on the logarithmic grid may change at once: the difference stays exact
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The tensors of a flat vector, one after the other."""
+
+    sizes: tuple[int, ...]
+    device: torch.device
+
+    @cached_property
+    def _sizes(self) -> Tensor:
+        return torch.tensor(self.sizes, device=self.device)
+
+    @cached_property
+    def _index(self) -> Tensor:
+        return self.spread(torch.arange(len(self.sizes), device=self.device))
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.sizes))
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        """One number per tensor as one number per entry."""
+        return torch.repeat_interleave(numbers, self._sizes, output_size=self._ends[-1] if self.sizes else 0)
+
+    def means(self, values: Tensor) -> Tensor:
+        """The mean of every tensor of a vector."""
+        if not self.sizes:
+            return torch.zeros(0, device=self.device)
+        if values.is_cuda:
+            sums = torch.cumsum(values, 0, dtype=torch.float64)
+            sums = torch.diff(sums[self._sizes.cumsum(0) - 1], prepend=sums.new_zeros(1))
+        else:
+            starts = [0, *self._ends[:-1]]
+            sums = torch.from_numpy(np.add.reduceat(values.numpy(), starts, dtype=np.float64))
+        return (sums / self._sizes).float()
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest magnitude of every tensor of a vector."""
+        tensors = torch.zeros(len(self.sizes), device=values.device)
+        return tensors.scatter_reduce_(0, self._index, values.abs(), "amax")
+
+
+def power_of_two(numbers: Tensor) -> Tensor:
+    """The nearest power of two of positive numbers, on a logarithmic scale; 0 for 0."""
+    mantissas, exponents = torch.frexp(numbers)
+    near = torch.ldexp(torch.ones_like(numbers), exponents - (mantissas < 0.5**0.5).int())
+    return torch.where(numbers > 0, near, torch.zeros_like(numbers))
+
+
+def nearest(values: Tensor, origin: Tensor, steps: Tensor) -> Tensor:
+    """The nearest value that is a whole number of steps from the origin; the origin where the step is infinite."""
+    return origin + torch.round((values - origin) / steps) * steps
+
+
+def on_grid(values: Tensor, steps: Tensor) -> Tensor:
+    """The nearest multiples of steps; zero is +0."""
+    return torch.round(values / steps) * steps + 0.0
+
+
+def logarithmic(values: Tensor) -> Tensor:
+    """The nearest floats of `MANTISSA_BITS` bits."""
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + (1 << (SHIFT - 1))) >> SHIFT << SHIFT).view(torch.float32)
+
+
+def logarithmic_distance(values: Tensor, others: Tensor) -> Tensor:
+    """How many values of the logarithmic grid lie between positive numbers, with fractions."""
+    bits = values.contiguous().view(torch.int32) - others.contiguous().view(torch.int32)
+    return bits / float(1 << SHIFT)
+
+
+def spreads(vector: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The standard deviation and the largest magnitude of every tensor, the same on every device."""
+    parts = [part.numpy() for part in torch.split(vector.detach().cpu().double(), list(sizes))]
+    deviations = [float(np.std(part)) if part.size else 0.0 for part in parts]
+    return torch.tensor(deviations), torch.tensor([float(np.abs(part).max(initial=0.0)) for part in parts])

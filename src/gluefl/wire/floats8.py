@@ -1,0 +1,72 @@
+"""Statistics in uploads: eight bits each, with one exponent per tensor."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gluefl.errors import WireError
+from gluefl.vectors.grid import Segments
+
+LARGEST = 448.0  # of the format E4M3: four exponent bits, three mantissa bits
+LEAST_EXPONENT, MOST_EXPONENT = -120, 110  # of a tensor's scale
+NAN_BITS = 0x7F
+
+
+def rounded(values: Tensor, segments: Segments) -> Tensor:
+    """The nearest values that these bytes can hold; what is not finite stays so."""
+    scales = _scales(values, segments)
+    coded = (values / scales).to(torch.float8_e4m3fn).to(torch.float32) * scales
+    return torch.where(torch.isfinite(values), coded, values)
+
+
+@dataclass(frozen=True)
+class Floats8:
+    """Flat tensors of these sizes: an exponent for each, a signed byte, then a byte for every value.
+
+    A value is E4M3 · 2^exponent, where E4M3 is the eight-bit float of four exponent bits and three mantissa bits
+    without infinities.
+    """
+
+    sizes: tuple[int, ...]
+    code: ClassVar[int] = 8
+
+    @property
+    def count(self) -> int:
+        """The number of values."""
+        return sum(self.sizes)
+
+    @property
+    def length(self) -> int:
+        """The length of the data."""
+        return len(self.sizes) + self.count
+
+    def encode(self, values: Tensor) -> bytes:
+        """The bytes of values that `rounded` returned."""
+        host = values.detach().cpu()
+        scales = _scales(host, Segments(self.sizes, host.device))
+        starts = np.cumsum([0, *self.sizes])[:-1]
+        exponents = torch.frexp(scales)[1].numpy()[starts] - 1 if self.sizes else np.zeros(0)
+        coded = (host / scales).to(torch.float8_e4m3fn).view(torch.uint8)
+        return exponents.astype(np.int8).tobytes() + coded.numpy().tobytes()
+
+    def decode(self, data: memoryview) -> Tensor:
+        """The values, exactly, or `WireError`."""
+        if len(data) != self.length:
+            raise WireError(f"{self.length} bytes of statistics were expected, {len(data)} were found")
+        exponents = torch.from_numpy(np.frombuffer(data[: len(self.sizes)], np.int8).astype(np.int32))
+        coded = torch.from_numpy(np.frombuffer(data[len(self.sizes) :], np.uint8).copy())
+        if bool((coded & NAN_BITS == NAN_BITS).any()) or bool((exponents > MOST_EXPONENT).any()):
+            raise WireError("a statistic is not a finite number")
+        scales = torch.repeat_interleave(torch.ldexp(torch.ones(len(self.sizes)), exponents), torch.tensor(self.sizes))
+        return coded.view(torch.float8_e4m3fn).to(torch.float32) * scales
+
+
+def _scales(values: Tensor, segments: Segments) -> Tensor:
+    """For every value the smallest power of two with which the largest of its tensor can be written."""
+    largest = segments.largest(torch.nan_to_num(values))
+    mantissas, exponents = torch.frexp(largest / LARGEST)
+    exponents = (exponents - (mantissas == 0.5).int()).clamp(LEAST_EXPONENT, MOST_EXPONENT)
+    return segments.spread(torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, exponents, 0)))
