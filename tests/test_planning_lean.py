@@ -1,7 +1,6 @@
 """The plan for lean: laws of what its messages weigh, and the journal and codec of a real run."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,23 +71,26 @@ movements = st.builds(
 model_sizes = st.builds(Model, weights=st.integers(10_000, 10**7), statistics=st.integers(0, 9999))
 
 
+@settings(max_examples=25)
 @given(model_sizes, movements)
 def test_shares_start_at_rho_and_grow_and_bytes_with_them(model, movement) -> None:
     weights, statistics = movement.missing(AGES)
     assert weights[0] == pytest.approx(movement.changed)
     assert statistics[0] == pytest.approx(movement.changed_statistics)
-    assert (np.diff(weights) > 0).all() and weights[-1] < 1
     rare = weights < 0.5  # beyond, positions become cheaper again
+    assert (np.diff(weights) >= 0).all() and (np.diff(weights[rare]) > 0).all() and weights[-1] <= 1
     assert (np.diff(package_bytes(model, movement, AGES[rare])) > 0).all()
     assert float(newcomer_bytes(model, movement, np.zeros(1))[0]) < 42 + model.tensors  # nothing has changed
 
 
-@given(movements, st.sampled_from([0.25, 0.5]), st.floats(1.0, 4.0))
+@settings(max_examples=25)
+@given(movements, st.sampled_from([0.25, 0.5]), st.floats(1.01, 4.0))
 def test_noise_changes_more_cells_and_a_step_only_what_refers_to_version_0(movement, share, factor) -> None:
     noisy, coarse = movement.with_share(share), movement.with_step(factor)
     assert noisy.changed > movement.changed and noisy.growth == movement.growth
-    assert coarse.changed == movement.changed and coarse.changed_first <= movement.changed_first
-    assert coarse.whole_bits <= movement.whole_bits
+    assert coarse.changed == movement.changed and coarse.changed_first < movement.changed_first
+    assert coarse.whole_bits < movement.whole_bits
+    assert coarse.with_step(1 / factor).changed_first == pytest.approx(movement.changed_first)
     assert noisy.with_share(1 / share).changed == pytest.approx(movement.changed)
 
 
@@ -219,8 +221,3 @@ def test_the_command_prints_tables_and_one_object(folder) -> None:
     refused = CliRunner().invoke(main, ["plan", *SMALL, "--figure", "x.svg"])
     assert refused.exit_code != 0 and "none for lean" in refused.output
     assert CliRunner().invoke(main, ["plan", "--clients", "100"]).exit_code != 0  # GlueFL needs a cohort
-
-
-def test_movement_is_compared_at_the_default_parameters(folder) -> None:
-    movement = Movement()
-    assert replace(movement, changed=0.1).with_step(1.0) == replace(movement, changed=0.1).with_share(1.0)

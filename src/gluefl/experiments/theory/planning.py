@@ -178,7 +178,8 @@ def plan(
     *,
     strategy: Literal["gluefl"] = "gluefl",
     **assumptions: Any,
-) -> Plan: ...
+) -> Plan:
+    """A plan for GlueFL, which needs the cohort."""
 
 
 @overload
@@ -190,7 +191,8 @@ def plan(
     *,
     strategy: Literal["lean"],
     **assumptions: Any,
-) -> LeanPlan: ...
+) -> LeanPlan:
+    """A plan for lean."""
 
 
 def plan(
