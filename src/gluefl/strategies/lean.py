@@ -57,11 +57,11 @@ class Lean:
 
     step: Positive = 0.5  # s: a tensor's first step, in standard deviations of its initial weights
     coarsest: Positive = 2.0  # the largest step, in the same unit
-    step_of_first_update: Positive = 8.0  # of a tensor without spread: its first step, in rms of its first update
-    step_of_statistics: Positive = 0.25  # of a mean: its step, in rms of its first update
+    step_of_first_update: Positive = 2.0  # of a tensor without spread: its first step, in rms of its first update
+    step_of_statistics: Positive = 0.0625  # of a mean: its step, in rms of its first update
     origin_cells: Count = 4  # version 0 lies on a grid this many times finer than the first step
     hysteresis: Annotated[Positive, Field(ge=0.5)] = 0.5  # h, in steps
-    refine_below: Share = 0.005  # halve a tensor's step when a smaller share of it changes in a round
+    refine_below: Share = 0.001  # halve a tensor's step when a smaller share of it changes in a round
     coarsen_above: Share = 0.05  # double it when a larger share changes
     upload_bits: Annotated[Count, Field(le=4)] = 1
     upload_share: Share = 1.0  # p, of the coordinates of a rotated upload
@@ -110,7 +110,7 @@ class Lean:
         first = torch.where(steps > 0, steps, grid.power_of_two(largest) / 256)  # of a constant: eight bits
         fine = torch.where(first > 0, first / self.origin_cells, 1.0)
         weights = grid.on_grid(weights, space.weights_segments.spread(fine))
-        statistics = torch.where(space.variances, grid.logarithmic(statistics), statistics + 0.0)
+        statistics = torch.where(space.variances, grid.logarithmic(statistics.clamp(min=0)), statistics + 0.0)
         origin = torch.cat([weights, statistics])
         none = torch.full((len(space.statistics),), NEVER, device=space.device)
         state = LeanState(
