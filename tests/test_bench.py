@@ -31,7 +31,7 @@ def all_cores():
 
 @pytest.mark.parametrize("strategy", ["fedavg", "lean"])
 def test_a_round_of_any_strategy_is_measured_in_turns_with_one_of_fedavg(strategy, all_cores) -> None:
-    options = ["--strategy", strategy, "--model", "small_cnn", "--clients", "40", "--cohort", "5", "--rounds", "2"]
+    options = ["--strategy", strategy, "--model", "small_cnn", "--clients", "60", "--cohort", "5", "--rounds", "2"]
     done = CliRunner().invoke(main, ["bench", "round", *options, "--json"], catch_exceptions=False)
     result = json.loads(done.stdout)
     assert result["strategy"] == strategy and result["parameters"] > 100_000

@@ -51,7 +51,7 @@ class Work:
         if row.sampler == "uniform":
             return Uniform(cohort, over_commitment=self.over_commitment)
         sticky_cohort = int(row.sticky_cohort * cohort)
-        return Sticky(cohort, 4 * cohort, sticky_cohort, row.weights, self.over_commitment)
+        return Sticky(cohort, row.sticky_size * cohort, sticky_cohort, row.weights, self.over_commitment)
 
 
 class Rounds:

@@ -30,6 +30,7 @@ import click
 @click.option("--from", "run", type=click.Path(path_type=Path), help="Lean: take the movement of cells from this run.")
 @click.option("--changed", type=float, help="Lean: ρ, the share of the cells that changes in a round.")
 @click.option("--growth", type=float, help="Lean: α, where 1 − (1−ρ)^(τ^α) of the cells change in τ rounds.")
+@click.option("--recurring", type=float, help="Lean: φ, the share of a round's changes that soon comes back.")
 @click.option("--step", type=float, help="Lean: s; chosen if not given.")
 @click.option("--upload-share", type=float, help="Lean: p; chosen if not given.")
 @click.option("--initial", type=click.Choice(["known", "download"]), help="Lean: how clients come to version 0.")

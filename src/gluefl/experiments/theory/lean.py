@@ -6,13 +6,15 @@ docs/planning.md derives it and compares it with measured runs.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
+from gluefl.core.recurrence import VERSIONS
 from gluefl.errors import UsageError
 from gluefl.experiments.theory.staleness import Floats, entropy
-from gluefl.parameters import Count, NonNegativeCount, OpenShare, Positive, Share, checked
+from gluefl.parameters import Count, Decay, NonNegativeCount, OpenShare, Positive, Share, checked
 from gluefl.strategies.lean import Lean
 from gluefl.wire.compact import HEADER_BYTES
 from gluefl.wire.rotated import rotated_codec
@@ -21,6 +23,7 @@ TENSOR_BYTES = 4  # what a package says of a tensor: number of positions, expone
 NOISE_EXPONENT = 0.45  # a share p of an upload raises the share of changed cells by p^-0.45
 LEAST_BITS = 1.5  # of a cell: a bit for its sign, and an end of its quotient now and then
 BISECTIONS = 50
+PREFERENCE = 1e-4  # for the default growth, against squared ratios of bytes
 
 
 @checked
@@ -39,7 +42,8 @@ class Movement:
     """How cells change. The defaults are those of the demo's task, rounds 60 to 100."""
 
     changed: OpenShare = 0.024  # ρ, the share of the weights whose cell changes in a round
-    growth: Share = 0.73  # α: after τ rounds 1 − (1−ρ)^(τ^α) have changed
+    growth: Share = 0.73  # α: in τ rounds 1 − (1−ρ)^(τ^α) change at least once
+    recurring: Decay = 0.5  # φ: of the changes of a round, the share that comes back within a few rounds
     changed_statistics: OpenShare = 0.33  # ρ of the statistics
     changed_first: OpenShare = 0.3  # ρ₁, of all in round 1, whose updates are the largest
     decay: Positive = 0.13  # γ: after t rounds (1−ρ₁) t^(−γ) of the cells are those of version 0
@@ -65,8 +69,13 @@ class Movement:
         return replace(self, changed=changed, changed_first=first)
 
     def missing(self, rounds: Floats) -> tuple[Floats, Floats]:
-        """The shares of the weights and of the statistics that change in so many rounds."""
+        """The shares of the weights and of the statistics that a client misses after so many rounds.
+
+        A cell that came back is not missing while the server remembers the version that the client holds.
+        """
         exponents = rounds**self.growth
+        remembered = self.recurring + (1 - self.recurring) * exponents
+        exponents = np.where(rounds < VERSIONS, remembered, exponents)
         return 1 - (1 - self.changed) ** exponents, 1 - (1 - self.changed_statistics) ** exponents
 
     def missing_since_start(self, rounds: Floats) -> Floats:
@@ -121,7 +130,7 @@ def movement_of(lines: Sequence[Mapping[str, Any]], model: Model) -> Movement:
     """The movement that a journal of a lean run shows in its second half.
 
     The share of a round is written in it. The bits of a cell follow from the packages of clients that missed one
-    round; from longer packages follow their shares, and the growth. What newcomers download gives their bits.
+    round; from the others follow α and φ. What newcomers download gives their bits.
     """
     half = lines[len(lines) // 2 :]
     returning, newcomers = _packages(lines)
@@ -138,12 +147,26 @@ def movement_of(lines: Sequence[Mapping[str, Any]], model: Model) -> Movement:
     one = float(np.mean([size for age, size in returning if age == 1]))
     base = replace(base, cell_bits=_fitted("cell_bits", (0.5, 12.0), base, model, np.ones(1), one))
     later = [(age, size) for age, size in returning if age > 1]
-    ages, sizes = np.array([age for age, _ in later], float), float(np.mean([size for _, size in later]))
-    base = replace(base, growth=_fitted("growth", (0.05, 1.0), base, model, ages, sizes))
+    base = _with_growth(base, model, *np.array(later, float).T)
     if not newcomers:
         return base
-    rounds, sizes = np.array([age for age, _ in newcomers], float), float(np.mean([size for _, size in newcomers]))
-    return replace(base, newcomer_bits=_fitted("newcomer_bits", (0.5, 20.0), base, model, rounds, sizes))
+    rounds, sizes = np.array(newcomers, float).T
+    return replace(base, newcomer_bits=_fitted("newcomer_bits", (0.5, 20.0), base, model, rounds, float(sizes.mean())))
+
+
+def _with_growth(base: Movement, model: Model, ages: Floats, sizes: Floats) -> Movement:
+    """The α and φ with which packages after these rounds are nearest to these bytes, in ratios.
+
+    Where few ages were seen, many pairs serve: the defaults then decide.
+    """
+
+    def misfit(movement: Movement) -> float:
+        away = ((movement.growth - Movement.growth) / 0.1) ** 2 + ((movement.recurring - Movement.recurring) / 0.2) ** 2
+        ratios = np.log(package_bytes(model, movement, ages) / sizes)
+        return float(np.mean(ratios**2)) + PREFERENCE * away
+
+    pairs = product(np.linspace(0.4, 1.0, 31), np.linspace(0.0, 0.9, 19))
+    return min((replace(base, growth=float(a), recurring=float(phi)) for a, phi in pairs), key=misfit)
 
 
 def _fitted(
