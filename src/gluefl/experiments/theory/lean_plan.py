@@ -37,7 +37,8 @@ MEGABYTE = 10**6
 SAMPLES = 200  # that a client trains on in a round, for seconds: 10 steps of 20
 
 # Rules of thumb for the rounds to a target, relative to uniform sampling with K = 30, s = 0.5 and p = 1.
-ROUNDS_OF_STICKY = 1.36  # C = 4K/5 with weights in proportion, clients that differ much
+ROUNDS_OF_STICKY = 1.36  # S = 4K, C = 4K/5 with weights in proportion
+ROUNDS_BY_STICKY_SIZE = 0.2  # (4K/S)^x
 ROUNDS_OF_MORE_STICKY = 1.05  # C = 9K/10 against 4K/5
 ROUNDS_BY_STEP = 0.12  # (s/0.5)^x
 ROUNDS_BY_SHARE = 0.1  # p^−x
@@ -160,7 +161,8 @@ class LeanScenario:
         cohort, size, sticky = sizes
         by_group = 1.0
         if size:
-            by_group = ROUNDS_OF_STICKY * (ROUNDS_OF_MORE_STICKY if sticky > 0.85 * cohort else 1.0)
+            by_group = ROUNDS_OF_STICKY * max(0.75, (4 * cohort / size) ** ROUNDS_BY_STICKY_SIZE)
+            by_group *= ROUNDS_OF_MORE_STICKY if sticky > 0.85 * cohort else 1.0
         by_step = max(1.0, step / Lean().step) ** ROUNDS_BY_STEP
         return float(by_group * (30 / cohort) ** self.rounds_exponent * by_step * share**-ROUNDS_BY_SHARE)
 
