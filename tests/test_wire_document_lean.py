@@ -22,6 +22,7 @@ from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import part_of, whole
 from gluefl.wire import compact
 from gluefl.wire.floats8 import rounded
+from gluefl.wire.rotated import RotatedCodec
 from test_wire import GOLDEN, LAYOUT, RUN
 from test_wire_document import PAGE, fields, need, table
 
@@ -436,6 +437,11 @@ def test_the_body_of_the_page() -> None:
     data = with_body(golden("lean-package")[:42], body)
     _, values = read_package(data, KNOWN, (8, 3, 4, 2), (False, False, False, True), None)
     assert values == {1: 0.5, 4: -0.5, 5: 1, 11: 3, 12: -3, 13: 6, 14: 0, 16: 1}
+
+
+def test_the_codes_of_the_page() -> None:
+    shown = re.search(r"codes 1, 2, 3 and 4, 5, 6 in three bits: `([0-9a-f ]+)`", PAGE)[1]
+    assert RotatedCodec(2, 3, 3).encode(torch.tensor([1.0, 2, 3, 4, 5, 6, 0.5, 2])).hex(" ") == shown
 
 
 def test_the_levels_of_the_page() -> None:
