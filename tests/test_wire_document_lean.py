@@ -191,7 +191,11 @@ def version_0(initial, weights, statistics, kinds):
         parts[i] = np.rint(part / fine) * fine + 0.0
     for i, kind in enumerate(kinds, len(weights)):
         if kind == "variance":
-            parts[i] = (((parts[i].view(np.uint32) + 2**19) >> 20) << 20).view(np.float32)
+            bits = np.maximum(parts[i], 0).view(np.uint32)
+            parts[i] = (((bits + 2**19) >> 20) << 20).view(np.float32)
+        else:
+            fine = power(np.abs(parts[i]).max()) / 4096 or 1.0
+            parts[i] = np.rint(parts[i] / fine) * fine + 0.0
     return np.concatenate(parts).astype(np.float32)
 
 
