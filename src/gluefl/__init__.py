@@ -14,6 +14,7 @@ _HOMES = {
     "APF": "gluefl.strategies.apf",
     "GlueFL": "gluefl.strategies.gluefl",
     "Lean": "gluefl.strategies.lean",
+    "Coded": "gluefl.strategies.coded",
     "Uniform": "gluefl.core.sampling",
     "Sticky": "gluefl.core.sampling",
     "Fleet": "gluefl.fleet",
@@ -24,6 +25,9 @@ _HOMES = {
     "Options": "gluefl.simulation.settings",
     "Setting": "gluefl.simulation.settings",
     "Server": "gluefl.core.optimizer",
+    "Adam": "gluefl.core.optimizer",
+    "Yogi": "gluefl.core.optimizer",
+    "Adagrad": "gluefl.core.optimizer",
     "Averaging": "gluefl.core.averaging",
     "Samples": "gluefl.populations",
     "train": "gluefl.simulation.run",
@@ -33,8 +37,11 @@ _HOMES = {
 __all__ = [
     "APF",
     "STC",
+    "Adagrad",
+    "Adam",
     "Arrivals",
     "Averaging",
+    "Coded",
     "Evaluation",
     "FedAvg",
     "Fleet",
@@ -48,6 +55,7 @@ __all__ = [
     "Setting",
     "Sticky",
     "Uniform",
+    "Yogi",
     "plan",
     "train",
 ]
@@ -55,7 +63,7 @@ __all__ = [
 if TYPE_CHECKING:
     from gluefl.clients.rules import LocalSGD
     from gluefl.core.averaging import Averaging
-    from gluefl.core.optimizer import Server
+    from gluefl.core.optimizer import Adagrad, Adam, Server, Yogi
     from gluefl.core.sampling import Sticky, Uniform
     from gluefl.experiments.theory.planning import plan
     from gluefl.fleet import Arrivals, Fleet, Instant
@@ -63,6 +71,7 @@ if TYPE_CHECKING:
     from gluefl.simulation.run import train
     from gluefl.simulation.settings import Evaluation, Options, Setting
     from gluefl.strategies.apf import APF
+    from gluefl.strategies.coded import Coded
     from gluefl.strategies.fedavg import FedAvg
     from gluefl.strategies.gluefl import GlueFL
     from gluefl.strategies.lean import Lean
