@@ -14,7 +14,6 @@ _HOMES = {
     "APF": "gluefl.strategies.apf",
     "GlueFL": "gluefl.strategies.gluefl",
     "Lean": "gluefl.strategies.lean",
-    "Coded": "gluefl.strategies.coded",
     "Uniform": "gluefl.core.sampling",
     "Sticky": "gluefl.core.sampling",
     "Fleet": "gluefl.fleet",
@@ -41,7 +40,6 @@ __all__ = [
     "Adam",
     "Arrivals",
     "Averaging",
-    "Coded",
     "Evaluation",
     "FedAvg",
     "Fleet",
@@ -71,7 +69,6 @@ if TYPE_CHECKING:
     from gluefl.simulation.run import train
     from gluefl.simulation.settings import Evaluation, Options, Setting
     from gluefl.strategies.apf import APF
-    from gluefl.strategies.coded import Coded
     from gluefl.strategies.fedavg import FedAvg
     from gluefl.strategies.gluefl import GlueFL
     from gluefl.strategies.lean import Lean
