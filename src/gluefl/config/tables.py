@@ -45,11 +45,11 @@ Training = _table(
 )
 
 OPTIMIZERS: dict[str, type[Any]] = dict(optimizer.OPTIMIZERS)
-_steps = {key: kind for one in OPTIMIZERS.values() for key, (kind, _) in declarations(one).items()}
+STEPS = {key: kind for one in OPTIMIZERS.values() for key, (kind, _) in declarations(one).items()}
 Server = _table(
     "Server",
     name=(Annotated[str, OneOf(tuple(OPTIMIZERS))], "sgd"),
-    **{key: (kind | None, None) for key, kind in _steps.items()},  # those of the optimiser, with its defaults
+    **{key: (kind | None, None) for key, kind in STEPS.items()},  # those of the optimiser, with its defaults
     average=(Decay | None, None),  # by strategy
 )
 
@@ -105,7 +105,7 @@ def server(raw: Any) -> Any:
     table = _validated(Server, raw)
     kind = OPTIMIZERS[table.name]
     own = {key: getattr(table, key) for key in declarations(kind)}
-    foreign = [key for key in _steps if key not in own and getattr(table, key) is not None]
+    foreign = [key for key in STEPS if key not in own and getattr(table, key) is not None]
     if foreign:
         message = f"{table.name} has no {', '.join(foreign)}; it has {', '.join(own)}"
         raise ParameterError("server", [Problem("", message)])
