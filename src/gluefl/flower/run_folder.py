@@ -13,6 +13,7 @@ from gluefl.core.server import Core
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.storage import checkpoint
 from gluefl.strategies import Strategy
+from gluefl.strategies.coded import Coded
 from gluefl.strategies.registry import STRATEGIES
 
 NAME = "federation.json"
@@ -86,7 +87,9 @@ def settings_of(core: Core) -> dict[str, Any]:
 
 
 def described_strategy(strategy: Strategy) -> dict[str, Any]:
-    """A strategy by its name and parameters, as a node can build it."""
+    """A strategy by its name and parameters, as a node can build it; one with codecs must be given to the node."""
+    if isinstance(strategy, Coded):
+        return {**_described(strategy), "strategy": described_strategy(strategy.strategy)}
     name = next((name for name, kind in STRATEGIES.items() if type(strategy) is kind), type(strategy).__name__)
     return {**_described(strategy), "name": name}
 
