@@ -30,7 +30,8 @@ class Exchange:
     sent: dict[int, Sent]  # by node id
     expected: wire.Expected | None  # of an upload; None in an evaluation, which asks for none
     outstanding: dict[str, Sent]  # by message id
-    resend: Callable[[int], tuple[Parcel, Message]]  # the whole model, for a node that cannot use its package
+    # What a node that cannot use its package is sent: by client and the hash of version 0 that the node says it knows.
+    resend: Callable[[int, str | None], tuple[Parcel, Message]]
     clock_s: float = 0.0  # of the invitation
     began: float = field(default_factory=time.monotonic)
     replies: dict[int, Message] = field(default_factory=dict)  # of the clients that are used
@@ -62,15 +63,15 @@ class Exchange:
             self.note(sent.client, "late" if answer.fate == "held" else answer.fate, f"of round {sent.round}")
             return None
         if answer.fate == "needs model" and sent.client not in self.resent:
-            return self._send_whole_model(sent.client, answer.why)
+            return self._send_again(sent.client, answer)
         self._take(message, answer)
         return None
 
-    def _send_whole_model(self, client: int, why: str) -> Message:
+    def _send_again(self, client: int, answer: Answer) -> Message:
         self.resent.add(client)
         self.holds[client] = None
-        self.note(client, "needs model", why)
-        parcel, message = self.resend(client)
+        self.note(client, "needs model", answer.why)
+        parcel, message = self.resend(client, answer.origin)
         both = parcel.size_bytes + self.parcels[client].size_bytes
         self.parcels[client] = replace(parcel, size_bytes=both)
         return message

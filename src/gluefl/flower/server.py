@@ -20,9 +20,10 @@ from torch import nn
 
 from gluefl import strategies, wire
 from gluefl.accel.resources import resources
+from gluefl.core.averaging import Averaging
 from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.sampling import Group, Sampler, draw
-from gluefl.core.server import Core
+from gluefl.core.server import Core, Initial
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.flower.arrays import STATISTICS, Table
 from gluefl.flower.exchange import Exchange, send_and_receive
@@ -35,6 +36,7 @@ from gluefl.randomness import stream
 from gluefl.storage.journal import Journal, Line
 from gluefl.strategies.gluefl import GlueFL
 from gluefl.strategies.hooks import Hook
+from gluefl.strategies.registry import row_of
 
 RETURN_S = 60.0  # how long a resumed run waits for its nodes to come back
 SHORTEST_TTL_S = 60.0
@@ -55,6 +57,8 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         strategy: strategies.Strategy | None = None,
         *,
         server: Optimizer | None = None,
+        averaging: Averaging | None = None,  # None, as for `initial`: what goes with the strategy
+        initial: Initial | None = None,  # whether nodes know version 0 (`GlueFLMod(initial=…)`) or download the model
         hooks: Iterable[Hook] = (),  # on the sum of the updates; those on a node's update are given to `GlueFLMod`
         seed: int = 1,
         out: str | Path | None = None,  # journal and checkpoints; a run that it holds goes on
@@ -67,6 +71,8 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         configrecord_key: str = "config",
     ) -> None:
         self.sampler, self.strategy, self.server = sampler, strategy or GlueFL(), server or Server()
+        row = row_of(self.strategy)
+        self.averaging, self.initial = averaging or Averaging(row.average), initial or row.initial
         self.hooks, self.seed, self.out = tuple(hooks), seed, Path(out) if out is not None else None
         self.statistics, self.fraction_evaluate = statistics, fraction_evaluate
         self.min_available_nodes, self.wait_for_nodes_s = min_available_nodes, wait_for_nodes_s
@@ -143,7 +149,9 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             weights=weights,
             statistics=statistics,
             optimizer=self.server,
+            averaging=self.averaging,
             hooks=self.hooks,
+            initial=self.initial,
         )
         store = self._simulation_store() if simulated else None
         self.session = open_session(core, nodes, table, self.out, store, saved)
@@ -245,7 +253,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             sent={ids[client]: Sent(client, outbox.round, version, session.hashes[version]) for client in made},
             expected=session.core.expected(wire.UPLOAD, shared) if is_training else None,
             outstanding=self._outstanding,
-            resend=outbox.whole_model,
+            resend=outbox.again,
         )
         return self._exchange, [message for _, message in made.values()]
 

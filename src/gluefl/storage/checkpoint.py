@@ -127,6 +127,8 @@ def _state(saved: dict[str, Any], tensors: dict[str, Tensor], fresh: State) -> S
         strategy=put_together(saved["strategy"], tensors, fresh.strategy),
         optimizer=put_together(saved["optimizer"], tensors, fresh.optimizer),
         up_bytes=None if saved["up_bytes"] is None else _count(saved["up_bytes"]),
+        # A checkpoint that was written before versions could be averaged holds no average.
+        average=put_together(saved["average"], tensors, fresh.average) if "average" in saved else None,
     )
 
 
@@ -169,7 +171,8 @@ def exists(folder: Path) -> bool:
 def _trees(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
     strategy, tensors = take_apart(state.strategy, "strategy")
     optimizer, others = take_apart(state.optimizer, "optimizer")
-    return {"strategy": strategy, "optimizer": optimizer}, {**tensors, **others}
+    average, averaged = take_apart(state.average, "average")
+    return {"strategy": strategy, "optimizer": optimizer, "average": average}, {**tensors, **others, **averaged}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
