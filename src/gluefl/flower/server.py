@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from logging import INFO, WARNING
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from torch import nn
 
 from gluefl import strategies, wire
@@ -27,6 +26,7 @@ from gluefl.core.server import Core, Initial
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.flower.arrays import STATISTICS, Table
 from gluefl.flower.exchange import Exchange, send_and_receive
+from gluefl.flower.metrics import accuracy, mean_metrics
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.outbox import Envelope, Outbox
 from gluefl.flower.replies import Sent
@@ -40,7 +40,6 @@ from gluefl.strategies.registry import row_of
 
 RETURN_S = 60.0  # how long a resumed run waits for its nodes to come back
 SHORTEST_TTL_S = 60.0
-ACCURACIES = ("accuracy", "eval_acc", "acc")  # the names under which apps report it
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -120,7 +119,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
                 if (metrics := evaluate(session.state.round, result.arrays)) is not None:
                     result.evaluate_metrics_serverapp[session.state.round] = metrics
                     log(INFO, "\t└──> Global evaluation: %s", metrics)
-                    self._line["accuracy"] = _accuracy(metrics)
+                    self._line["accuracy"] = accuracy(metrics)
                 self._line["wall_s"] = time.perf_counter() - began
                 session.save(self._line)
                 # The version is on disk now, so that nodes may be sent it.
@@ -282,15 +281,4 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         return self._exchange
 
     def _metrics(self, exchange: Exchange) -> MetricRecord | None:
-        contents = [exchange.replies[client].content for client in sorted(exchange.replies)]
-        records = [RecordDict(dict(content.metric_records)) for content in contents if content.metric_records]
-        try:
-            return aggregate_metricrecords(records, self.weighted_by_key) if records else None
-        except Exception as error:  # metrics are informative: whatever a node put into them, the round counts
-            log(WARNING, "The metrics of the nodes cannot be averaged: %s: %s", type(error).__name__, error)
-            return None
-
-
-def _accuracy(metrics: MetricRecord) -> float | None:
-    value = next((metrics[name] for name in ACCURACIES if name in metrics), None)
-    return float(value) if isinstance(value, int | float) else None
+        return mean_metrics([exchange.replies[client] for client in sorted(exchange.replies)], self.weighted_by_key)

@@ -7,6 +7,7 @@ hash, it says so, and the server sends version 0 beside the package, once.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from flwr.app import ArrayRecord
@@ -22,7 +23,7 @@ from gluefl.strategies import Space, Strategy, Task, Traits
 from gluefl.vectors.sparse import whole
 
 # What an app builds: the arrays that the ServerApp passes as `initial_arrays`, or what they are made of.
-Built = ArrayRecord | nn.Module | Mapping[str, Tensor]
+Built: TypeAlias = ArrayRecord | nn.Module | Mapping[str, Tensor]
 LONGEST_REASON = 200
 
 
@@ -127,7 +128,7 @@ class Receiver:
             return stored
         if self.build is None:
             raise WireError("this node does not know version 0: the app gives it no function, GlueFLMod(initial=…)")
-        built, table = self._built()
+        built, table = self.built()
         if built.hash.hex() != told.origin:
             raise WireError(
                 f"the model of GlueFLMod(initial=…) gives a version 0 with hash {built.hash.hex()}, the server's has "
@@ -135,7 +136,7 @@ class Receiver:
             )
         return built, table
 
-    def _built(self) -> tuple[Replica, Table]:
+    def built(self) -> tuple[Replica, Table]:
         """Version 0 from the app's initial model, computed as the server does."""
         assert self.build is not None
         try:
@@ -178,8 +179,9 @@ def _check_size(strategy: Strategy, table: Table, data: bytes) -> None:
     """Refuse a table of a model that these bytes cannot hold, before anything of that size is allocated."""
     size = table.layout.size
     codec = strategy.traits(Space.of(table.layout)).package_codec
-    # Of a codec of whole bodies every value takes a bit at least. `expand` takes no memory.
-    is_whole = isinstance(codec, wire.BodyCodec)
-    shortest = size // 8 if is_whole else codec.measure(whole(torch.zeros(1).expand(size)))()
+    if isinstance(codec, wire.BodyCodec):
+        shortest = size // 8  # every value takes a bit at least
+    else:
+        shortest = codec.measure(whole(torch.zeros(1).expand(size)))()  # takes no memory
     if shortest > len(data):
         raise WireError(f"a model of {size} entries is announced in {len(data)} bytes")
