@@ -196,19 +196,19 @@ def test_what_a_node_has_lost_is_sent_in_the_same_round(tmp_path, knows, loss) -
     assert brought == (not knows and loss in ("disk", "origin"))
 
 
-def test_a_package_from_version_0_serves_a_node_that_holds_a_newer_one(tmp_path) -> None:
-    def back_and_forth(message, context):
-        round = message.content["config"]["server-round"]
-        old = message.content["arrays"].to_torch_state_dict()
-        step = 0.3 if round % 2 else -0.3
-        reply = train(message, context)
-        moved = {n: t + step if n not in ("1.running_var", "1.num_batches_tracked") else t for n, t in old.items()}
-        reply.content["arrays"] = ArrayRecord(moved)
-        return reply
+def back_and_forth(message, context):
+    """Every weight moves up in odd rounds and down in even ones."""
+    reply, step = train(message, context), 0.3 if message.content["config"]["server-round"] % 2 else -0.3
+    old = message.content["arrays"].to_torch_state_dict()
+    moved = {n: t + step if n not in ("1.running_var", "1.num_batches_tracked") else t for n, t in old.items()}
+    reply.content["arrays"] = ArrayRecord(moved)
+    return reply
 
-    def meddle(place, round, reply):
-        return None if (place, round) == (0, 2) else reply
 
+@pytest.mark.parametrize("lost", [2, 3])
+@pytest.mark.parametrize("initial", ["known", "download"])
+def test_a_node_whose_answer_was_lost_is_not_left_with_what_came_back(tmp_path, lost, initial) -> None:
+    """In round `lost` + 1 the server believes that node 0 holds the version before the one it holds."""
     versions = []
 
     def remember(round, arrays):
@@ -216,14 +216,18 @@ def test_a_package_from_version_0_serves_a_node_that_holds_a_newer_one(tmp_path)
         return MetricRecord({})
 
     grid_nodes = lean_nodes(tmp_path, trains=back_and_forth)
-    for node in grid_nodes:
-        node.meddle = lambda round, reply, place=node.place: meddle(place, round, reply)
-    server = GlueFLStrategy(Uniform(4), Lean(), averaging=Averaging(0.0), seed=5)
-    server.start(Grid(grid_nodes), initial_arrays(), num_rounds=3, timeout=0.3, evaluate_fn=remember)
-    # Node 0 holds version 1 and is sent version 2 from version 0, without what has come back to its first value.
-    assert bool(((versions[1] != versions[0]) & (versions[2] == versions[0])).any())
-    assert fates(server, 2)[0] == "unanswered" and fates(server, 3)[0] == "used" and not incidents(server, 3)
-    assert check_replicas(server, grid_nodes) == [2, 2, 2, 2]
+    grid_nodes[0].meddle = lambda round, reply: None if round == lost else reply
+    server = GlueFLStrategy(Uniform(4), Lean(), averaging=Averaging(0.0), initial=initial, seed=5)
+    server.start(Grid(grid_nodes), initial_arrays(), num_rounds=lost + 1, timeout=0.3, evaluate_fn=remember)
+    believed, held, newest = versions[lost - 2], versions[lost - 1], versions[lost]
+    assert bool(((held != believed) & (newest == believed)).any())
+    assert fates(server, lost)[0] == "unanswered" and fates(server, lost + 1)[0] == "used"
+    assert check_replicas(server, grid_nodes) == [lost] * 4
+    base = int.from_bytes(grid_nodes[0].inbox[-1].config_records[messages.OURS]["header"][10:14], "little")
+    if (lost, initial) == (2, "known"):  # a package from version 0 is applied to version 0, which the node knows
+        assert base == 0 and not incidents(server, 3)
+    else:  # the node said which version it holds
+        assert base == lost - 1 and [i["what"] for i in incidents(server, lost + 1)] == ["needs model"]
 
 
 def test_a_late_answer_says_what_the_node_holds(tmp_path) -> None:

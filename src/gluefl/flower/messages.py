@@ -44,7 +44,7 @@ class Said:
     """What a node says beside its upload."""
 
     round: int
-    version: int | None  # the version it holds
+    version: int | None  # the version it holds, None if none
     hash: str  # of its replica, hex
     needs_model: str | None = None  # why it cannot use the package it was sent
     origin: str | None = None  # the hash of version 0, hex, if it needs a model and can start from that version

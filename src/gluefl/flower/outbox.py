@@ -9,7 +9,7 @@ from gluefl import wire
 from gluefl.core.records import Parcel
 from gluefl.core.sampling import Group, nominal_weights
 from gluefl.core.server import Packages, bodies_for, header, invited, packages
-from gluefl.flower.messages import Told, package, to_array
+from gluefl.flower.messages import Said, Told, package, to_array
 from gluefl.flower.run_folder import described_strategy
 from gluefl.flower.session import Session
 
@@ -66,15 +66,18 @@ class Outbox:
         """The message to a node, and its parcel, charged with all that is sent."""
         return self._message(client, self.session.state.ledger.base(client), None)
 
-    def again(self, client: int, origin: str | None) -> tuple[Parcel, Message]:
-        """The message to a node that cannot use its package; `origin` is the hash of version 0 that it knows.
+    def again(self, client: int, said: Said) -> tuple[Parcel, Message]:
+        """The message to a node that cannot use its package.
 
-        Where packages refer to version 0, a node that does not know it is sent it beside the package from version 0.
-        Otherwise such a node is sent the newest version as a whole.
+        It is sent the package from another version that it holds, else from version 0, if it knows that. Where packages
+        refer to version 0, a node that does not know it is sent it, too; otherwise the newest version as a whole.
         """
-        session = self.session
+        session, state, failed = self.session, self.session.state, self.session.state.ledger.base(client)
         session.note_holders({client: None})
-        is_known = session.core.initial == "known" and origin == session.hashes[0].hex()
+        held = said.version if said.version is not None and said.version <= state.ledger.version else None
+        if held is not None and held != failed and said.hash == session.hashes.get(held, b"").hex():
+            return self._message(client, held, None)
+        is_known = session.core.initial == "known" and said.origin == session.hashes[0].hex()
         if is_known or session.version_0 is not None:
             return self._message(client, 0, None if is_known else session.version_0)
         return self._message(client, None, None)

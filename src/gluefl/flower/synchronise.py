@@ -84,12 +84,18 @@ class Receiver:
         return Held(patched, table, header, body.shared, task, self.strategy, traits, cells, downloaded)
 
     def needs_model(self, told: Told, round: int, why: str) -> Said:
-        """The answer to a package that cannot be used, with the hash of version 0 if the node can start from that."""
+        """The answer to a package that cannot be used: from which versions the node can start, if from any."""
         try:
             first = self._version_0(told, None)
         except WireError:
             first = None
-        return Said(round, None, wire.NO_HASH.hex(), why, first[0].hash.hex() if first else None)
+        stored = None
+        if first is not None or told.origin is None:
+            stored = self.store.replica(
+                self.strategy, torch.cat([first[0].weights, first[0].statistics]) if first else None
+            )
+        version, hash_ = (stored[0].version, stored[0].hash) if stored else (None, wire.NO_HASH)
+        return Said(round, version, hash_.hex(), why, first[0].hash.hex() if first else None)
 
     def _patched(self, header: wire.Header, body: wire.Body, table: Table, origin: Tensor | None) -> Replica:
         """The stored replica after a package, or a new one if the package brings the whole model."""
@@ -101,8 +107,9 @@ class Receiver:
             raise WireError("this node holds no model")
         replica = stored[0]
         if replica.version is not None and header.base < replica.version <= header.version:
-            # The server has not received this node's last answer. A package from an older base holds all that a newer
-            # replica misses, as values and not as differences; the hash shows whether the outcome is the server's.
+            # The server has not received this node's last answer. A package from an older base holds what a newer
+            # replica misses, as values and not as differences; only what came back to its older value is not in it.
+            # The hash shows whether the outcome is the server's version. If not, the server is told what is held.
             replica, header = replace(replica, version=header.base), replace(header, base_hash=wire.NO_HASH)
         return replica.apply(header, body)
 
