@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gluefl.vectors.mask import Mask
 
-VERSIONS = 31  # how many versions are remembered, the present one among them
+VERSIONS = 63  # how many versions are remembered, the present one among them
 ALL = 2**VERSIONS - 1
 
 
@@ -23,14 +23,14 @@ class Recurrence:
     forgotten, so that a bit may be 0 where the values were equal, and is never 1 where they differed.
     """
 
-    same: Tensor  # int32
+    same: Tensor  # int64
     previous: Tensor  # the value before the present one
-    previous_same: Tensor  # int32
+    previous_same: Tensor  # int64
 
     @classmethod
     def init(cls, vector: Tensor) -> "Recurrence":
         """Version 0."""
-        ones = torch.ones_like(vector, dtype=torch.int32)
+        ones = torch.ones_like(vector, dtype=torch.int64)
         return cls(ones, vector, torch.zeros_like(ones))
 
     def step(self, old: Tensor, new: Tensor) -> "Recurrence":

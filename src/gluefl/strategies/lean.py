@@ -31,6 +31,7 @@ from gluefl.wire.rotated import rotated_codec
 SMOOTHING = 0.9  # of the share of coordinates that change in a round
 PENDING_ROUNDS = 20  # over which the coordinates of a refined tensor are published
 STATISTICS_HYSTERESIS = 0.75  # they are measured anew in every round, with noise
+MEAN_CELLS = 2**12  # of version 0: in the largest mean of a tensor, about
 MOST_CELLS = 2**20  # steps in the largest weight of a tensor: sums of grid values stay exact in float32
 NEVER = float("inf")  # a step that nothing crosses
 
@@ -62,7 +63,7 @@ class Lean:
     origin_cells: Count = 4  # version 0 lies on a grid this many times finer than the first step
     hysteresis: Annotated[Positive, Field(ge=0.5)] = 0.5  # h, in steps
     refine_below: Share = 0.001  # halve a tensor's step when a smaller share of it changes in a round
-    coarsen_above: Share = 0.05  # double it when a larger share changes
+    coarsen_above: Share = 0.05  # double it when a larger share changes, of it and of all weights
     upload_bits: Annotated[Count, Field(le=4)] = 1
     upload_share: Share = 1.0  # p, of the coordinates of a rotated upload
     upload_block: Count = 4096
@@ -106,11 +107,14 @@ class Lean:
         """Version 0: weights on a grid finer than the first steps, variances on the logarithmic grid."""
         weights, statistics = initial[: space.size], initial[space.size :]
         spreads, largest = (numbers.to(space.device) for numbers in grid.spreads(weights, space.tensors))
+        means = grid.spreads(statistics, space.statistics_segments.sizes)[1].to(space.device)
         steps = grid.power_of_two(spreads * self.step)
         first = torch.where(steps > 0, steps, grid.power_of_two(largest) / 256)  # of a constant: eight bits
         fine = torch.where(first > 0, first / self.origin_cells, 1.0)
         weights = grid.on_grid(weights, space.weights_segments.spread(fine))
-        statistics = torch.where(space.variances, grid.logarithmic(statistics.clamp(min=0)), statistics + 0.0)
+        fine = torch.where(means > 0, grid.power_of_two(means) / MEAN_CELLS, 1.0)
+        linear = grid.on_grid(statistics, space.statistics_segments.spread(fine))
+        statistics = torch.where(space.variances, grid.logarithmic(statistics.clamp(min=0)), linear)
         origin = torch.cat([weights, statistics])
         none = torch.full((len(space.statistics),), NEVER, device=space.device)
         state = LeanState(
@@ -119,7 +123,7 @@ class Lean:
             published=origin,
             origin=origin,
             steps=torch.cat([torch.where(steps > 0, steps, NEVER), none]),
-            finest=torch.cat([2 * grid.power_of_two(largest / MOST_CELLS), none]),
+            finest=2 * grid.power_of_two(torch.cat([largest, means]) / MOST_CELLS),
             coarsest=torch.cat([grid.power_of_two(spreads * self.coarsest), 0 * none.nan_to_num()]),
             slack=torch.cat([torch.full_like(steps, self.hysteresis), torch.full_like(none, STATISTICS_HYSTERESIS)]),
             shares=torch.full_like(torch.cat([steps, none]), (self.refine_below * self.coarsen_above) ** 0.5),
@@ -169,16 +173,19 @@ class Lean:
         of_statistics = [self.step_of_statistics if one.kind == "mean" else 0.0 for one in space.statistics]
         factors = torch.tensor([self.step_of_first_update] * len(space.tensors) + of_statistics, device=total.device)
         steps = grid.power_of_two(factors * space.segments_of_all.means(total.square()).sqrt())
-        return torch.where(steps > 0, steps.maximum(state.finest.where(state.finest < NEVER, 0.0)), NEVER)
+        return torch.where(steps > 0, steps.maximum(state.finest), NEVER)
 
     def _controlled(self, state: LeanState, changed: Tensor) -> LeanState:
         """Rate control: steps follow the share of coordinates that changed. A refined tensor is published over
         several rounds, so that no round is flooded."""
         shares = SMOOTHING * state.shares + (1 - SMOOTHING) * changed
+        sizes = torch.tensor(state.space.tensors, device=shares.device)
+        changed_of_all = (shares[: len(sizes)] * sizes).sum() / sizes.sum()
         weights = torch.arange(len(shares), device=shares.device) < len(state.space.tensors)
         settled = weights & (state.slack <= self.hysteresis)
         finer = settled & (shares < self.refine_below) & (state.steps / 2 >= state.finest)
-        coarser = settled & (shares > self.coarsen_above) & (state.steps * 2 <= state.coarsest)
+        large = changed_of_all > self.coarsen_above
+        coarser = settled & large & (shares > self.coarsen_above) & (state.steps * 2 <= state.coarsest)
         slack = (state.slack - self.hysteresis / PENDING_ROUNDS).maximum(torch.full_like(shares, self.hysteresis))
         factor = torch.where(finer, 0.5, torch.where(coarser, 2.0, 1.0))
         return replace(

@@ -27,7 +27,7 @@ class Segments:
 
     @cached_property
     def _sizes(self) -> Tensor:
-        return torch.tensor(self.sizes, device=self.device)
+        return torch.tensor(self.sizes, dtype=torch.long, device=self.device)  # also of no tensors
 
     @cached_property
     def _index(self) -> Tensor:
