@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gluefl.errors import WireError
-from gluefl.vectors.grid import Segments
+from gluefl.vectors.grid import Segments, two_to
 
 LARGEST = 448.0  # of the format E4M3: four exponent bits, three mantissa bits
 LEAST_EXPONENT, MOST_EXPONENT = -120, 110  # of a tensor's scale
@@ -44,12 +44,14 @@ class Floats8:
         return len(self.sizes) + self.count
 
     def encode(self, values: Tensor) -> bytes:
-        """The bytes of values that `rounded` returned."""
+        """The bytes of values that `rounded` returned; what is not finite becomes NaN, which `decode` refuses."""
         host = values.detach().cpu()
         scales = _scales(host, Segments(self.sizes, host.device))
         starts = np.cumsum([0, *self.sizes])[:-1]
         exponents = torch.frexp(scales)[1].numpy()[starts] - 1 if self.sizes else np.zeros(0)
-        coded = (host / scales).to(torch.float8_e4m3fn).view(torch.uint8)
+        # A conversion to eight bits makes the largest number of infinity; the receiver must see that it is none.
+        finite = torch.where(torch.isfinite(host), host / scales, torch.nan)
+        coded = finite.to(torch.float8_e4m3fn).view(torch.uint8)
         return exponents.astype(np.int8).tobytes() + coded.numpy().tobytes()
 
     def decode(self, data: memoryview) -> Tensor:
@@ -69,4 +71,4 @@ def _scales(values: Tensor, segments: Segments) -> Tensor:
     largest = segments.largest(torch.nan_to_num(values))
     mantissas, exponents = torch.frexp(largest / LARGEST)
     exponents = (exponents - (mantissas == 0.5).int()).clamp(LEAST_EXPONENT, MOST_EXPONENT)
-    return segments.spread(torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, exponents, 0)))
+    return segments.spread(two_to(torch.where(largest > 0, exponents, 0)))
