@@ -165,8 +165,8 @@ class Lean:
         changes = ~(distance <= segments.spread(state.slack)) & (target != old)  # also what is not finite
         published = torch.where(changes, target, old)
         state = replace(state, latent=latent, published=published, steps=steps, finest=finest)
-        update = _exact_change(state.origin, old, published)
-        return self._controlled(state, segments.means(changes)), part_of(update, Mask(changes))
+        update = _exact_change(state.origin, old, published, Mask(changes))
+        return self._controlled(state, segments.means(changes)), update
 
     def _first_steps(self, state: LeanState, total: Tensor) -> tuple[Tensor, Tensor]:
         """Steps, and the smallest ones. A tensor that has none takes it from how far it moves in its first update."""
@@ -205,12 +205,16 @@ def _weights(space: Space) -> Tensor:
     return torch.arange(len(space.segments_of_all.sizes), device=space.device) < len(space.tensors)
 
 
-def _exact_change(origin: Tensor, old: Tensor, published: Tensor) -> Tensor:
+def _exact_change(origin: Tensor, old: Tensor, published: Tensor, changes: Mask) -> Sparse:
     """published − old; NaN where a sum with it or a difference to version 0 would be rounded: weights that are so many
     steps large have diverged."""
-    update, moved = published - old, published - origin
-    exact = (old + update == published) & (origin + moved == published) & (published - moved == origin)
-    return torch.where(exact, update, torch.nan)
+    places = slice(None) if published.is_cuda else changes.positions  # listing positions synchronises with a GPU
+    update = published - old
+    new, before, first, change = published[places], old[places], origin[places], update[places]
+    moved = new - first
+    exact = (before + change == new) & (first + moved == new) & (new - moved == first)
+    update[places] = torch.where(exact, change, torch.nan)
+    return part_of(update, changes)
 
 
 def _with_variances(

@@ -72,9 +72,8 @@ def two_to(exponents: Tensor) -> Tensor:
 
 
 def nearest(values: Tensor, origin: Tensor, steps: Tensor) -> Tensor:
-    """The nearest value that is a whole number of steps from the origin; the origin where the step is infinite."""
-    cells = torch.round((values - origin) / steps)
-    return origin + torch.where(cells == 0, 0.0, cells * steps)
+    """The nearest value that is a whole number of steps from the origin; NaN where the step is infinite."""
+    return origin + torch.round((values - origin) / steps) * steps
 
 
 def on_grid(values: Tensor, steps: Tensor) -> Tensor:
