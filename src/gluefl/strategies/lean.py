@@ -165,7 +165,7 @@ class Lean:
         changes = ~(distance <= segments.spread(state.slack)) & (target != old)  # also what is not finite
         published = torch.where(changes, target, old)
         state = replace(state, latent=latent, published=published, steps=steps, finest=finest)
-        update = _exact_change(state.origin, old, published, Mask(changes))
+        update = _exact_change(state, old, Mask(changes))
         return self._controlled(state, segments.means(changes)), update
 
     def _first_steps(self, state: LeanState, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,15 +205,17 @@ def _weights(space: Space) -> Tensor:
     return torch.arange(len(space.segments_of_all.sizes), device=space.device) < len(space.tensors)
 
 
-def _exact_change(origin: Tensor, old: Tensor, published: Tensor, changes: Mask) -> Sparse:
-    """published − old; NaN where a sum with it or a difference to version 0 would be rounded: weights that are so many
-    steps large have diverged."""
+def _exact_change(state: LeanState, old: Tensor, changes: Mask) -> Sparse:
+    """What is published minus what was; NaN where a sum with it or a difference to version 0 would be rounded: weights
+    that are so many steps large have diverged."""
+    space, published = state.space, state.published
     places = slice(None) if published.is_cuda else changes.positions  # listing positions synchronises with a GPU
+    logarithmic = torch.cat([space.variances.new_zeros(space.size), space.variances])  # they have no difference
     update = published - old
-    new, before, first, change = published[places], old[places], origin[places], update[places]
-    moved = new - first
-    exact = (before + change == new) & (first + moved == new) & (new - moved == first)
-    update[places] = torch.where(exact, change, torch.nan)
+    new, origin, change = published[places], state.origin[places], update[places]
+    moved = new - origin
+    exact = (origin + moved == new) & (new - moved == origin) | logarithmic[places]
+    update[places] = torch.where(exact & (old[places] + change == new), change, torch.nan)
     return part_of(update, changes)
 
 
