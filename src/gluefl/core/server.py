@@ -191,6 +191,7 @@ class Aggregate:
     update: Sparse
     weights: Tensor  # the model after it
     statistics: Tensor
+    average: Average | None  # over the versions up to it
     changed_at: Tensor  # of the ledger after it
     finite: Tensor  # whether all of it is finite
 
@@ -210,6 +211,7 @@ def aggregate(core: Core, state: State, uploads: Sequence[Upload], round: int) -
         update,
         weights=weights,
         statistics=statistics,
+        average=core.averaging.step(state.average, weights, statistics, round),
         changed_at=state.ledger.changed_by(update),
         finite=update.finite() & torch.isfinite(statistics).all(),
     )
@@ -254,6 +256,6 @@ def publish(core: Core, state: State, result: Aggregate, closed: Closed) -> Stat
         sampler=core.sampler.next_state(state.sampler, up_bytes, stream(core.seed, "settle", closed.round)),
         strategy=result.strategy,
         optimizer=result.optimizer,
-        average=core.averaging.step(state.average, result.weights, result.statistics, closed.round),
+        average=result.average,
         up_bytes=sum(up_bytes.values()) // len(up_bytes) if up_bytes else state.up_bytes,
     )
