@@ -89,9 +89,10 @@ def test_the_average_survives_a_checkpoint(strategy, tmp_path) -> None:
 @every_strategy
 def test_what_is_evaluated_and_returned_is_the_average(strategy) -> None:
     states = []
+    training, evaluation = LocalSGD(2, batch=8, lr=0.1), Evaluation(every=6)
     result = train(
         mlp(norm=True), Blobs(), strategy, sampler=Sticky(4, 12, 3), rounds=6,
-        setting=Setting(training=LocalSGD(2, batch=8, lr=0.1), averaging=Averaging(0.8), evaluation=Evaluation(every=6)),
+        setting=Setting(training=training, averaging=Averaging(0.8), evaluation=evaluation),
         options=Options(trainer="loop", callbacks=(lambda line, state: states.append(state),)),
     )  # fmt: skip
     (weights, statistics), module = states[-1].average, result.module

@@ -67,7 +67,7 @@ class Floats8:
 
 def _exponents(values: Tensor, segments: Segments) -> Tensor:
     """For every tensor the exponent of the smallest power of two with which its largest value can be written."""
-    largest = segments.largest(torch.nan_to_num(values))
+    largest = segments.largest(torch.nan_to_num(values, posinf=0.0, neginf=0.0))
     mantissas, exponents = torch.frexp(largest / LARGEST)
     exponents = (exponents - (mantissas == 0.5).int()).clamp(LEAST_EXPONENT, MOST_EXPONENT)
     return torch.where(largest > 0, exponents, 0)
