@@ -185,9 +185,9 @@ class Lean:
     def _controlled(self, state: LeanState, changed: Tensor) -> LeanState:
         """Rate control: steps follow the share of coordinates that changed. A refined tensor is published over
         several rounds, so that no round is flooded."""
-        shares = SMOOTHING * state.shares + (1 - SMOOTHING) * changed
-        weights = _weights(state.space)
-        settled = weights & (state.slack <= self.hysteresis) & (state.steps < NEVER)
+        weights, has_step = _weights(state.space), state.steps < NEVER
+        shares = torch.where(has_step, SMOOTHING * state.shares + (1 - SMOOTHING) * changed, state.shares)
+        settled = weights & has_step & (state.slack <= self.hysteresis)
         finer = settled & (shares < self.refine_below) & (state.steps / 2 >= state.finest)
         coarser = settled & (shares > self.coarsen_above) & (state.steps * 2 <= state.coarsest)
         slack = (state.slack - self.hysteresis / PENDING_ROUNDS).maximum(torch.full_like(shares, self.hysteresis))
