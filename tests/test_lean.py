@@ -1,10 +1,9 @@
 """The laws of lean: replicas are exact, what is published is the latent vector rounded, and nothing is lost."""
 
-import copy
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -108,27 +107,6 @@ def test_replicas_follow_the_server_over_fifty_rounds(sampler, initial) -> None:
     assert {"used", "lost", "late"} == set(fates) and len(versions) > CLIENTS // 2
     assert {0.5, 2.0} <= factors and len(ages) > 6  # refined, coarsened; missed rounds
     assert len(f.residuals) == 0
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=["uniform", "sticky"])
-def test_measuring_and_encoding_play_the_same_rounds(sampler) -> None:
-    f, state = federation(RESTLESS, sampler, channel=measured, devices=Unreliable(lose), initial="known")
-    g, other = federation(RESTLESS, sampler, channel=Encoded, devices=Unreliable(lose), initial="known")
-    for _ in range(15):
-        state, record = play(f, state)
-        other, encoded = play(g, other)
-        assert record.line == encoded.line
-        assert torch.equal(bits(published(state)), bits(published(other)))
-        assert torch.equal(state.strategy.latent, other.strategy.latent)
-
-
-def test_the_order_in_which_clients_are_trained_changes_no_bit() -> None:
-    f, state = federation()
-    g, other = federation(engine=Slowing(reverse=True))
-    for _ in range(10):
-        state, record = play(f, state)
-        other, reversed_ = play(g, other)
-        assert record.line == reversed_.line and torch.equal(published(state), published(other))
 
 
 def test_a_client_of_version_0_is_sent_what_differs_from_it_and_nothing_else() -> None:
@@ -339,39 +317,6 @@ def test_any_model_is_published_exactly_and_measured_as_it_is_encoded(shape, see
         assert torch.equal(bits(codec.decode(memoryview(data), body.origin).values), bits(vector[mask.bits]))
 
 
-# --- the contract of strategies ---------------------------------------------------------------------------
-# What does not apply: uploads do not cover the mask and hold no deltas, the update is no part of their weighted sum,
-# for they are codes of a rotated vector; and there is no residual to conserve.
-
-
-def test_nothing_is_changed_in_place_and_results_depend_on_the_arguments_alone() -> None:
-    space, initial = Space((60, 8), statistics=(Statistic(5, "mean"), Statistic(5, "variance"))), torch.rand(78)
-    given = initial.clone()
-    one = list(steps_of(RESTLESS, space, initial, 6, 1))
-    saved = copy.deepcopy(one)
-    two = list(steps_of(copy.deepcopy(RESTLESS), space, initial, 6, 1))
-    for (state, update), (kept, update_kept), (other, update_other) in zip(one, saved, two):
-        for field in fields(state):
-            if isinstance(getattr(state, field.name), Tensor):
-                assert torch.equal(getattr(state, field.name), getattr(kept, field.name)), field.name
-                assert torch.equal(getattr(state, field.name), getattr(other, field.name)), field.name
-        assert torch.equal(update.dense(), update_kept.dense()) and torch.equal(update.dense(), update_other.dense())
-    assert torch.equal(initial, given)
-
-
-def test_a_round_in_which_nobody_arrives_changes_nothing() -> None:
-    devices = Unreliable(lambda client, clock_s: 1.5 if 20 < clock_s < 40 else None)
-    f, state = federation(RESTLESS, Uniform(4), devices=devices)
-    empty = 0
-    for _ in range(25):
-        before, (state, record) = state, play(f, state)
-        if not record.line["used"]:
-            empty += 1
-            assert state.strategy is before.strategy and torch.equal(published(state), published(before))
-            assert torch.equal(state.ledger.changed_at, before.ledger.changed_at)
-    assert 0 < empty < 25
-
-
 # --- no state on clients, the same bits after a resume ----------------------------------------------------
 
 
@@ -507,7 +452,7 @@ def test_a_tensor_without_spread_takes_its_step_from_its_first_update_also_later
     initial = torch.cat([torch.randn(50, generator=torch.Generator().manual_seed(1)), torch.zeros(4)])
     state, _ = strategy.init(space, initial)
     for round in range(1, 31):
-        state, update = strategy.aggregate(state, torch.cat([torch.full((50,), 0.01), torch.zeros(4)]), round)
+        state, _ = strategy.aggregate(state, torch.cat([torch.full((50,), 0.01), torch.zeros(4)]), round)
         assert state.steps[1] == NEVER and not state.published[50:].any() and state.slack[1] == 0.5
     step = torch.tensor([0.03, -0.04, 0.05, 0.0])
     state, _ = strategy.aggregate(state, torch.cat([torch.zeros(50), step]), 31)
@@ -554,7 +499,7 @@ class Diverging(Slowing):
 
 
 @pytest.mark.parametrize("channel", [measured, Encoded])
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [3, 179, 181, 189], ids=["weight", "bias", "mean", "variance"])
 def test_an_update_that_is_not_finite_ends_the_run(place, number, channel) -> None:
     f, state = federation(engine=Diverging(place=place, number=number), channel=channel)
