@@ -186,5 +186,5 @@ def test_a_run_of_an_older_version_is_refused_by_its_format_and_not_by_its_keys(
     state, config = tmp_path / "run" / "checkpoint" / "state.json", tmp_path / "run" / "config.toml"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"version": 1}))
     config.write_text(config.read_text().replace('initial = "download"\n', ""))
-    with pytest.raises(GlueFLError, match="checkpoint of format 1, this version of gluefl reads format 2"):
+    with pytest.raises(GlueFLError, match="checkpoint of format 1, this version of gluefl reads format 3"):
         small_run(out=tmp_path / "run", resume=True)

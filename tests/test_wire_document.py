@@ -1,6 +1,7 @@
 """A decoder written from docs/wire-format.md, with nothing of ours in it, reads what we write and refuses what we do.
 
-The header is read by the table of that page itself, so that the page cannot drift away from the bytes.
+Headers are read by the tables of that page itself, so that the page cannot drift away from the bytes.
+`test_wire_document_lean.py` has format 2.
 """
 
 import hashlib
@@ -21,12 +22,12 @@ from gluefl.errors import WireError
 
 PAGE = (Path(__file__).parents[1] / "docs" / "wire-format.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (\d+) \| (\d+) \| (\w+) \| (\w+) \|", re.MULTILINE)
-TYPES = {"uint8": "<B", "uint16": "<H", "uint32": "<I", "uint64": "<Q", "float64": "<d"}
+TYPES = {"uint8": "<B", "uint16": "<H", "uint32": "<I", "uint64": "<Q", "float32": "<f", "float64": "<d"}
 
 
 def table(heading: str) -> list[tuple[int, int, str, str]]:
     """The rows (offset, bytes, type, field) of the table under a heading of the page."""
-    part = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    part = re.split(r"\n#+ ", PAGE.split(f"\n### {heading}\n")[1])[0]
     return [(int(at), int(size), kind, name) for at, size, kind, name in ROW.findall(part)]
 
 
@@ -214,7 +215,7 @@ def test_hashes_of_the_page() -> None:
 
 
 def test_the_example_of_the_page() -> None:
-    listing = PAGE.split("## An example")[1].split("```")[1]
+    listing = PAGE.split("### An example of format 1")[1].split("```")[1]
     found = [re.match(r"(?:[0-9a-f]{2}(?: |$)+)+", line) for line in listing.splitlines() if "…" not in line[:40]]
     shown = b"".join(bytes.fromhex(line[0]) for line in found if line)
     golden = (ours.GOLDEN / "package-beside-mask.bin").read_bytes()

@@ -231,5 +231,23 @@ def report(folders: tuple[Path, ...], out: Path | None, figures: Path | None, wa
                     time.sleep(3600)
 
 
+@main.command()
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write, FILE.safetensors.")
+@click.option("--device", default="cpu", show_default=True, help="Where both models are evaluated: cpu, cuda, …")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+def export(run: Path, out: Path, device: str, as_json: bool) -> None:
+    """Write the model that a run of lean published as small integers and scales, and evaluate it."""
+    from gluefl.experiments import export as exports
+
+    result = exports.export(run, out, device)
+    if as_json:
+        click.echo(json.dumps(result.as_json))
+        return
+    from gluefl.experiments.console import console
+
+    console().print(exports.export_table(result))
+
+
 if __name__ == "__main__":
     sys.exit(main())

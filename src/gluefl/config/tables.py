@@ -159,7 +159,7 @@ def resolved(sampling: Any, fleet: Any, strategy: Strategy) -> Any:
     if name == "sticky":
         k, s, c = sampling.cohort, sampling.sticky_size, sampling.sticky_cohort
         sizes = {
-            "sticky_size": 4 * k if s is None else s,
+            "sticky_size": row.sticky_size * k if s is None else s,
             "sticky_cohort": int(row.sticky_cohort * k) if c is None else c,
         }
     elif sampling.name == "uniform" and (sampling.sticky_size or sampling.sticky_cohort):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from gluefl.core.recurrence import Recurrence
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse
 
@@ -14,8 +15,8 @@ from gluefl.vectors.sparse import Sparse
 class Ledger:
     """Versions count published updates: version 0 is the initial model, round t publishes version t.
 
-    A client that holds version v misses exactly the coordinates with `changed_at > v`: O(d) memory, and no
-    history of masks is kept.
+    A client that holds version v misses the coordinates with `changed_at > v`: O(d) memory, and no history of masks
+    is kept. Where values come back to earlier ones, `recurrence` takes out those that did.
     """
 
     changed_at: Tensor  # int32, one entry per coordinate
@@ -23,6 +24,7 @@ class Ledger:
     held: Mapping[int, int] = field(default_factory=dict)  # client → version; absent: never synchronised
     unused: frozenset[int] = frozenset()  # clients whose last upload, finished or not, was not used
     initial_known: bool = False  # whether every client has version 0 without a download
+    recurrence: Recurrence | None = None  # where values come back, if they lie on a grid
 
     @classmethod
     def init(cls, size: int, device: torch.device | str = "cpu", initial_known: bool = False) -> "Ledger":
@@ -37,7 +39,8 @@ class Ledger:
         """The coordinates that changed since a version; all of them for a client that holds none."""
         if base is None:
             return Mask.uniform(self.changed_at.numel(), True, self.changed_at.device)
-        return Mask(self.changed_at > base)
+        recent = self.recurrence.missing(self.version - base) if self.recurrence is not None else None
+        return Mask(self.changed_at > base) if recent is None else recent
 
     def staleness(self, client: int) -> int | None:
         """How many versions a client is behind, None if it was never synchronised."""
@@ -56,6 +59,6 @@ class Ledger:
         """`changed_at` of the next version: it changes the coordinates of this update, also where that is zero."""
         return update.set_in(self.changed_at.clone(), self.version + 1)
 
-    def publish(self, changed_at: Tensor) -> "Ledger":
+    def publish(self, changed_at: Tensor, recurrence: Recurrence | None = None) -> "Ledger":
         """The next version."""
-        return replace(self, changed_at=changed_at, version=self.version + 1)
+        return replace(self, changed_at=changed_at, recurrence=recurrence, version=self.version + 1)

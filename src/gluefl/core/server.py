@@ -4,7 +4,7 @@ A simulation and a real federation call the same functions; nothing here knows h
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from gluefl import wire
 from gluefl.core.averaging import Average, Averaging
 from gluefl.core.ledger import Ledger
 from gluefl.core.optimizer import Optimizer, Server
+from gluefl.core.recurrence import Recurrence
 from gluefl.core.sampling import Group, Pool, Sampler
 from gluefl.errors import UsageError
 from gluefl.randomness import stream
@@ -113,12 +114,15 @@ def start(core: Core, pool: Pool) -> State:
     device = core.space.device
     strategy, version_0 = core.first
     weights, statistics = core.parts(version_0, core.statistics.to(device))
+    ledger = Ledger.init(version_0.numel(), device, core.initial == "known")
+    if core.traits.covers == "everything":
+        ledger = replace(ledger, recurrence=Recurrence.init(version_0))
     return State(
         round=0,
         clock_s=0.0,
         weights=weights,
         statistics=statistics,
-        ledger=Ledger.init(version_0.numel(), device, core.initial == "known"),
+        ledger=ledger,
         sampler=core.sampler.init(pool, stream(core.seed, "sampler")),
         strategy=strategy,
         optimizer=core.optimizer.init(core.space),
@@ -193,6 +197,7 @@ class Aggregate:
     statistics: Tensor
     average: Average | None  # over the versions up to it
     changed_at: Tensor  # of the ledger after it
+    recurrence: Recurrence | None
     finite: Tensor  # whether all of it is finite
 
 
@@ -204,7 +209,8 @@ def aggregate(core: Core, state: State, uploads: Sequence[Upload], round: int) -
     if uploads:
         strategy, optimizer, update = _update(core, state, uploads, round)
         statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
-    weights, statistics = core.parts(update.add_to(vector.clone()), statistics)
+    published, recurrence = update.add_to(vector.clone()), state.ledger.recurrence
+    weights, statistics = core.parts(published, statistics)
     return Aggregate(
         strategy,
         optimizer,
@@ -213,6 +219,7 @@ def aggregate(core: Core, state: State, uploads: Sequence[Upload], round: int) -
         statistics=statistics,
         average=core.averaging.step(state.average, weights, statistics, round),
         changed_at=state.ledger.changed_by(update),
+        recurrence=recurrence.step(vector, published) if recurrence is not None else None,
         finite=update.finite() & torch.isfinite(statistics).all(),
     )
 
@@ -252,7 +259,7 @@ def publish(core: Core, state: State, result: Aggregate, closed: Closed) -> Stat
         clock_s=closed.clock_s,
         weights=result.weights,
         statistics=result.statistics,
-        ledger=ledger.publish(result.changed_at),
+        ledger=ledger.publish(result.changed_at, result.recurrence),
         sampler=core.sampler.next_state(state.sampler, up_bytes, stream(core.seed, "settle", closed.round)),
         strategy=result.strategy,
         optimizer=result.optimizer,

@@ -129,11 +129,11 @@ def _check_arguments(*arguments: Any) -> None:
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
     """The sampler that goes with a strategy, for 30 clients a round or as many as a small population allows."""
     row = row_of(strategy)
-    cohort = min(30, clients // 5)
+    cohort = min(30, clients // (row.sticky_size + 1))
     if row.sampler == "uniform" or cohort < 2:
         return Uniform(cohort=min(30, clients))
     sticky_cohort = max(1, int(row.sticky_cohort * cohort))
-    return Sticky(cohort, 4 * cohort, sticky_cohort, weights=row.weights)
+    return Sticky(cohort, row.sticky_size * cohort, sticky_cohort, weights=row.weights)
 
 
 def _assemble(

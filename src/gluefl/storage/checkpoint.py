@@ -20,7 +20,7 @@ from gluefl.core.server import State
 from gluefl.errors import GlueFLError
 from gluefl.storage.tree import put_together, take_apart
 
-VERSION = 2  # 1 held a flat strategy state and a velocity
+VERSION = 3  # 2 held no average and no recurrence, 1 a flat strategy state and a velocity
 NOTHING: Mapping[str, "Store"] = {}
 
 
@@ -122,10 +122,12 @@ def _state(saved: dict[str, Any], tensors: dict[str, Tensor], fresh: State) -> S
             {int(client): _count(version) for client, version in ledger["held"].items()},
             frozenset(map(_count, ledger["unused"])),
             fresh.ledger.initial_known,
+            put_together(saved["recurrence"], tensors, fresh.ledger.recurrence),
         ),
         sampler=tuple(map(_integer, saved["sampler"])),
         strategy=put_together(saved["strategy"], tensors, fresh.strategy),
         optimizer=put_together(saved["optimizer"], tensors, fresh.optimizer),
+        average=put_together(saved["average"], tensors, fresh.average),
         up_bytes=None if saved["up_bytes"] is None else _count(saved["up_bytes"]),
     )
 
@@ -167,9 +169,17 @@ def exists(folder: Path) -> bool:
 
 
 def _trees(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    strategy, tensors = take_apart(state.strategy, "strategy")
-    optimizer, others = take_apart(state.optimizer, "optimizer")
-    return {"strategy": strategy, "optimizer": optimizer}, {**tensors, **others}
+    trees = {
+        "strategy": state.strategy,
+        "optimizer": state.optimizer,
+        "average": state.average,
+        "recurrence": state.ledger.recurrence,
+    }
+    skeletons, tensors = {}, dict[str, Tensor]()
+    for name, tree in trees.items():
+        skeletons[name], parts = take_apart(tree, name)
+        tensors |= parts
+    return skeletons, tensors
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:

@@ -31,6 +31,7 @@ from gluefl.wire.rotated import rotated_codec
 SMOOTHING = 0.9  # of the share of coordinates that change in a round
 PENDING_ROUNDS = 20  # over which the coordinates of a refined tensor are published
 STATISTICS_HYSTERESIS = 0.75  # they are measured anew in every round, with noise
+MEAN_CELLS = 2**12  # of version 0: in the largest mean of a tensor, about
 MOST_CELLS = 2**20  # steps in the largest weight of a tensor: sums of grid values stay exact in float32
 MOST_REFINED = 2**12  # times, of a step that was taken from a first update
 NEVER = float("inf")  # a step that nothing crosses
@@ -58,12 +59,12 @@ class Lean:
 
     step: Positive = 0.5  # s: a tensor's first step, in standard deviations of its initial weights
     coarsest: Positive = 2.0  # the largest step, in the same unit
-    step_of_first_update: Positive = 8.0  # of a tensor without spread: its first step, in rms of its first update
-    step_of_statistics: Positive = 0.25  # of a mean: its step, in rms of its first update
+    step_of_first_update: Positive = 2.0  # of a tensor without spread: its first step, in rms of its first update
+    step_of_statistics: Positive = 0.0625  # of a mean: its step, in rms of its first update
     origin_cells: Count = 4  # version 0 lies on a grid this many times finer than the first step
     hysteresis: Annotated[Positive, Field(ge=0.5)] = 0.5  # h, in steps
-    refine_below: Share = 0.005  # halve a tensor's step when a smaller share of it changes in a round
-    coarsen_above: Share = 0.05  # double it when a larger share changes
+    refine_below: Share = 0.001  # halve a tensor's step when a smaller share of it changes in a round
+    coarsen_above: Share = 0.05  # double it when a larger share changes, of it and of all weights
     upload_bits: Annotated[Count, Field(le=4)] = 1
     upload_share: Share = 1.0  # p, of the coordinates of a rotated upload
     upload_block: Count = 4096
@@ -112,7 +113,7 @@ class Lean:
         steps = grid.power_of_two(spreads * self.step)
         steps = torch.where(steps > 0, steps.maximum(finest), 0.0)
         first = torch.where(steps > 0, steps, grid.power_of_two(largest) / 256)  # of a constant: eight bits
-        fine = torch.where(moving, (first / self.origin_cells).maximum(finest), finest)
+        fine = torch.where(moving, (first / self.origin_cells).maximum(finest), grid.power_of_two(largest) / MEAN_CELLS)
         whole_numbers = torch.tensor([factor == 0 for factor in self._factors(space)], device=space.device)
         origin = grid.on_grid(initial, segments.spread(torch.where((fine == 0) | whole_numbers, 1.0, fine)))
         statistics = torch.where(space.variances, grid.logarithmic(initial[space.size :]), origin[space.size :])
@@ -187,9 +188,12 @@ class Lean:
         several rounds, so that no round is flooded."""
         weights, has_step = _weights(state.space), state.steps < NEVER
         shares = torch.where(has_step, SMOOTHING * state.shares + (1 - SMOOTHING) * changed, state.shares)
+        sizes = torch.tensor(state.space.tensors, device=shares.device)
+        changed_of_all = (shares[: len(sizes)] * sizes).sum() / sizes.sum()
         settled = weights & has_step & (state.slack <= self.hysteresis)
         finer = settled & (shares < self.refine_below) & (state.steps / 2 >= state.finest)
-        coarser = settled & (shares > self.coarsen_above) & (state.steps * 2 <= state.coarsest)
+        large = changed_of_all > self.coarsen_above
+        coarser = settled & large & (shares > self.coarsen_above) & (state.steps * 2 <= state.coarsest)
         slack = (state.slack - self.hysteresis / PENDING_ROUNDS).maximum(torch.full_like(shares, self.hysteresis))
         factor = torch.where(finer, 0.5, torch.where(coarser, 2.0, 1.0))
         return replace(

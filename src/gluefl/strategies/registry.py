@@ -17,6 +17,7 @@ class Row:
 
     kind: type[Any]
     sampler: Literal["uniform", "sticky"] = "uniform"
+    sticky_size: int = 4  # S/K
     sticky_cohort: Fraction = Fraction(4, 5)  # C/K
     weights: Literal["unbiased", "proportional"] = "unbiased"
     initial: Literal["download", "known"] = "download"
@@ -28,7 +29,7 @@ ROWS = {
     "stc": Row(STC),
     "apf": Row(APF),
     "gluefl": Row(GlueFL, "sticky"),
-    "lean": Row(Lean, "sticky", Fraction(9, 10), "proportional", "known", 0.9),
+    "lean": Row(Lean, "sticky", sticky_size=8, weights="proportional", initial="known", average=0.9),
 }
 
 STRATEGIES: dict[str, Any] = {name: row.kind for name, row in ROWS.items()}

@@ -1,7 +1,6 @@
 """Statistics in uploads: eight bits each, with one exponent per tensor."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ class Floats8:
     """
 
     sizes: tuple[int, ...]
-    code: ClassVar[int] = 8
 
     @property
     def count(self) -> int:
