@@ -73,7 +73,6 @@ def test_averaging_changes_nothing_but_the_model_that_is_handed_over(strategy) -
     assert torch.equal(state.model[0], state.weights) and not torch.equal(weights, state.weights)
 
 
-@pytest.mark.xfail(reason="a checkpoint does not hold State.average", strict=True)
 @every_strategy
 def test_the_average_survives_a_checkpoint(strategy, tmp_path) -> None:
     f, fresh = simulation(strategy, Sticky(6, 10, 4), 40, averaging=Averaging(0.9), optimizer=Server(0.5, 0.9))

@@ -122,11 +122,25 @@ def test_a_client_of_version_0_is_sent_what_differs_from_it_and_nothing_else() -
         (body,) = bodies_for(f.core, state, [0], shared).values()
         differs = published(state) != f.core.origin
         assert torch.equal(body.update.mask.bits, differs)
-        spared += int((state.ledger.missing(0).bits & ~differs).sum())
+        spared += int(((state.ledger.changed_at > 0) & ~differs).sum())
         patched = f.core.origin.clone()
         patched[body.update.positions] = body.update.values
         assert torch.equal(bits(patched), bits(published(state)))
     assert spared > 100  # coordinates that changed and have come back
+
+
+def test_a_client_is_sent_all_that_differs_from_its_version_and_little_else() -> None:
+    """A value that came back is not sent, as far as that is remembered."""
+    f, state = federation(engine=Slowing(large=0.2, large_until=99))
+    versions, spared = [published(state)], 0
+    for _ in range(20):
+        state, _ = play(f, state)
+        versions.append(published(state))
+        for base, vector in enumerate(versions):
+            missing, changed_since = state.ledger.missing(base).bits, state.ledger.changed_at > base
+            assert not (missing & ~changed_since).any() and not ((vector != versions[-1]) & ~missing).any()
+            spared += int((changed_since & ~missing).sum())
+    assert spared > 100
 
 
 # --- what is published ------------------------------------------------------------------------------------
@@ -345,24 +359,14 @@ def test_encoding_every_message_gives_the_same_journal() -> None:
     assert one.summary["down_bytes"] == other.summary["down_bytes"]
 
 
-@pytest.mark.xfail(reason="a checkpoint does not hold State.average", strict=True)
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tmp_path) -> None:
     expected = run(server=Server(0.9, 0.5))
     run(server=Server(0.9, 0.5), rounds=7, options={"out": tmp_path / "run"})
-    resumed = run(server=Server(0.9, 0.5), options={"out": tmp_path / "run", "resume": True})
+    resumed = run(server=Server(0.9, 0.5), options={"out": tmp_path / "run", "resume": True, "encode": True})
     assert same_models(resumed, expected) and lines(resumed)[7:] == lines(expected)[7:]
     written = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     assert [line["round"] for line in written] == list(range(1, 13))
     assert not list((tmp_path / "run").rglob("*residual*.bin"))
-
-
-def test_a_resumed_run_has_the_same_rounds(tmp_path) -> None:
-    parts = {"server": Server(0.9, 0.5), "evaluation": Evaluation(every=100)}
-    expected = run(**parts)
-    run(rounds=7, options={"out": tmp_path / "run"}, **parts)
-    resumed = run(options={"out": tmp_path / "run", "resume": True, "encode": True}, **parts)
-    assert [line["down_bytes"] for line in lines(resumed)] == [line["down_bytes"] for line in lines(expected)]
-    assert [line["loss"] for line in lines(resumed)] == [line["loss"] for line in lines(expected)]
 
 
 def test_clients_keep_nothing() -> None:
@@ -457,7 +461,10 @@ def test_a_tensor_without_spread_takes_its_step_from_its_first_update_also_later
     step = torch.tensor([0.03, -0.04, 0.05, 0.0])
     state, _ = strategy.aggregate(state, torch.cat([torch.zeros(50), step]), 31)
     rms = float(step.square().mean().sqrt())
-    assert 2**-0.5 <= state.steps[1] / (8 * rms) <= 2**0.5 and math.log2(state.steps[1]) % 1 == 0
+    assert (
+        2**-0.5 <= state.steps[1] / (strategy.step_of_first_update * rms) <= 2**0.5
+        and math.log2(state.steps[1]) % 1 == 0
+    )
     assert state.slack[1] == 0.5
     first = float(state.steps[1])
     for round in range(32, 52):

@@ -35,8 +35,8 @@ STRATEGIES = [
     GlueFL(0.2, 0.16, regenerate_every=4, scope="tensor"),
     GlueFL(0.001, 0.0005),  # less than one position: one is kept
 ]
-# Lean uploads codes of a rotated vector and keeps no residual: the laws of uploads, of their sum and of residuals do not
-# apply to it. `test_lean.py` has its own.
+# Lean uploads codes of a rotated vector and keeps no residual: laws of uploads, sums and residuals do not apply to it.
+# `test_lean.py` has its own.
 and_lean = pytest.mark.parametrize("strategy", [*STRATEGIES, Lean(upload_block=64)], ids=repr)
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 keeps_residuals = pytest.mark.parametrize(
