@@ -474,6 +474,24 @@ def test_a_tensor_without_spread_takes_its_step_from_its_first_update_also_later
     assert (state.latent - state.published)[50:].abs().max() <= first / 2
 
 
+def test_a_refined_tensor_is_published_over_several_rounds() -> None:
+    strategy, space, generator = Lean(refine_below=0.01), Space((4000,)), torch.Generator().manual_seed(1)
+    state, _ = strategy.init(space, torch.randn(4000, generator=generator))
+    state, _ = strategy.aggregate(state, torch.randn(4000, generator=generator) * 0.1, 1)
+    step = float(state.steps[0])
+    while state.slack[0] == 0.5:
+        state, update = strategy.aggregate(state, torch.zeros(4000), 2)
+        assert not update.count  # halving a step publishes nothing
+    assert state.slack[0] == 1 and state.steps[0] == step / 2  # in new steps what h was in old ones
+    densities = []
+    for round in range(20):
+        assert state.slack[0] == pytest.approx(1 - round / 40)
+        state, update = strategy.aggregate(state, torch.zeros(4000), round)
+        densities.append(update.density)
+    assert state.steps[0] == step / 2 and max(densities) < 0.03 and sum(densities) > 0.05
+    assert (state.latent - state.published).abs().max() <= (0.5 + 1 / 40) * step / 2
+
+
 def test_a_step_stays_above_a_limit_however_long_nothing_moves() -> None:
     strategy, space = Lean(), Space((40, 6))
     state, _ = strategy.init(space, torch.cat([torch.linspace(-1, 1, 40), torch.zeros(6)]))

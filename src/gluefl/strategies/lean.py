@@ -113,7 +113,7 @@ class Lean:
         steps = grid.power_of_two(spreads * self.step)
         steps = torch.where(steps > 0, steps.maximum(finest), 0.0)
         first = torch.where(steps > 0, steps, grid.power_of_two(largest) / 256)  # of a constant: eight bits
-        fine = torch.where(moving, (first / self.origin_cells).maximum(finest), grid.power_of_two(largest) / MEAN_CELLS)
+        fine = torch.where(moving, first / self.origin_cells, grid.power_of_two(largest) / MEAN_CELLS)
         whole_numbers = torch.tensor([factor == 0 for factor in self._factors(space)], device=space.device)
         origin = grid.on_grid(initial, segments.spread(torch.where((fine == 0) | whole_numbers, 1.0, fine)))
         statistics = torch.where(space.variances, grid.logarithmic(initial[space.size :]), origin[space.size :])
@@ -190,7 +190,7 @@ class Lean:
         shares = torch.where(has_step, SMOOTHING * state.shares + (1 - SMOOTHING) * changed, state.shares)
         sizes = torch.tensor(state.space.tensors, device=shares.device)
         changed_of_all = (shares[: len(sizes)] * sizes).sum() / sizes.sum()
-        settled = weights & has_step & (state.slack <= self.hysteresis)
+        settled = weights & (state.slack <= self.hysteresis)
         finer = settled & (shares < self.refine_below) & (state.steps / 2 >= state.finest)
         large = changed_of_all > self.coarsen_above
         coarser = settled & large & (shares > self.coarsen_above) & (state.steps * 2 <= state.coarsest)
