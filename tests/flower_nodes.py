@@ -64,7 +64,7 @@ class Node:
     trains: Callable[[Message, Context], Message] = train
     meddle: Callable[[int, Message], Message | list[Message] | None] = lambda round, reply: reply
     delay: Callable[[int], int] = lambda round: 0  # polls before an answer is there
-    inbox: list[Message] = field(default_factory=list)
+    inbox: list[RecordDict] = field(default_factory=list)  # what it was sent; the mod replaces it in the message
     online: bool = True
 
     def handle(self, message: Message) -> Message:
@@ -100,7 +100,7 @@ class Grid:
             self.pushed.append(message)
             node = self.nodes[message.metadata.dst_node_id - self.first_id]
             round = int(message.metadata.group_id)
-            node.inbox.append(message)
+            node.inbox.append(message.content)
             answer = node.meddle(round, node.handle(message))
             answers = answer if isinstance(answer, list) else [answer]
             self.replies += [(self.polls + 1 + node.delay(round), reply) for reply in answers if reply is not None]
@@ -143,7 +143,7 @@ def check_replicas(server, grid_nodes) -> list[int]:
     versions = []
     for node in grid_nodes:
         if node.folder.exists():
-            replica, _ = node.store().replica()
+            replica, _ = node.store().replica(server.strategy, server.session.core.origin)
             assert replica.hash == server.session.hashes[replica.version]
             versions.append(replica.version)
     return versions

@@ -22,6 +22,7 @@ from gluefl import APF, STC, FedAvg, GlueFL, Server, Sticky, Uniform, wire
 from gluefl.accel.resources import current
 from gluefl.clients.cohort import Cohort, Outcome
 from gluefl.clients.residuals import Residuals
+from gluefl.core.averaging import Averaging
 from gluefl.core.sampling import Pool
 from gluefl.core.server import Core, State, start
 from gluefl.errors import UsageError
@@ -33,6 +34,8 @@ from gluefl.simulation.channel import Encoded
 from gluefl.simulation.parts import Simulation
 from gluefl.simulation.round import play
 from gluefl.strategies import Space, Traits
+from gluefl.strategies.lean import Lean
+from gluefl.strategies.registry import row_of
 from gluefl.vectors.layout import Layout, split
 from gluefl.vectors.sparse import Sparse, whole
 from stubs import dyadic, mlp
@@ -105,7 +108,9 @@ class Parts:
 
 def in_the_laboratory(parts: Parts, rounds: int = ROUNDS) -> tuple[State, list[dict[str, Any]]]:
     initial = Table.of(parts.initial).flatten(parts.initial)
+    row = row_of(parts.strategy)
     own = {"optimizer": parts.optimizer, "hooks": parts.hooks}
+    own |= {"averaging": Averaging(row.average), "initial": row.initial}
     core = Core(SEED, b"test run", LAYOUT, SPACE, parts.sampler, parts.strategy, *initial, **own)
     pool = Pool(CLIENTS, lambda client: 1 / CLIENTS)
     sim = Simulation(core, pool, Instant(), parts.engine, Encoded(core), Residuals(LAYOUT.size))
@@ -117,7 +122,7 @@ def in_the_laboratory(parts: Parts, rounds: int = ROUNDS) -> tuple[State, list[d
 
 
 def nodes_of(parts: Parts, folder) -> list[Node]:
-    ours = {"strategy": parts.strategy, "hooks": parts.hooks}
+    ours = {"strategy": parts.strategy, "hooks": parts.hooks, "initial": lambda: parts.initial}
     return [Node(c, folder / str(c), trains=app_of(parts.engine), ours=ours) for c in range(CLIENTS)]
 
 
@@ -167,6 +172,7 @@ PARTS = [
     Parts(APF(check_every=2), Uniform(4)),
     Parts(FedAvg(), Uniform(4), Server(0.7, 0.9)),
     Parts(FedAvg(), Uniform(4), Adam()),
+    Parts(Lean(), Sticky(4, 6, 3, weights="proportional"), Server(0.5, 0.5), engine=Exact()),
     Parts(GlueFL(), Sticky(4, 6, 3), hooks=(ClipAndNoise(),)),
 ]
 
@@ -182,6 +188,8 @@ def test_the_laboratory_and_flower_agree(tmp_path, parts) -> None:
     assert reached.sampler == state.sampler
     torch.testing.assert_close(reached.weights, state.weights, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(reached.statistics, state.statistics)
+    if isinstance(parts.strategy, Lean):
+        assert all(map(torch.equal, [*reached.model, reached.weights], [*state.model, state.weights]))
 
 
 class Sixteenths:

@@ -26,6 +26,7 @@ from flower_nodes import (
 from gluefl import FedAvg
 from gluefl.errors import UsageError
 from gluefl.flower import GlueFLMod, GlueFLStrategy, exchange, nodes
+from gluefl.strategies.lean import Lean
 
 
 @pytest.fixture(autouse=True)
@@ -37,36 +38,42 @@ def no_waiting(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "inside", [[LocalDpMod(1.0, 0.0, 1.0, 0.1)], [message_size_mod, arrays_size_mod]], ids=["dp", "sizes"]
 )
-def test_mods_of_flower_work_inside_ours(tmp_path, inside) -> None:
-    grid_nodes = [Node(place, tmp_path / f"device-{place}", mods=inside) for place in range(4)]
-    server, _, _ = federation(tmp_path, nodes=grid_nodes, rounds=2)
-    assert [line["used"] for line in server.session.journal.lines] == [4, 4]
+@pytest.mark.parametrize("strategy", [None, Lean()], ids=["gluefl", "lean"])
+def test_mods_of_flower_work_inside_ours(tmp_path, inside, strategy) -> None:
+    ours = {"initial": initial_arrays}
+    grid_nodes = [Node(place, tmp_path / f"device-{place}", mods=inside, ours=ours) for place in range(4)]
+    server, _, _ = federation(tmp_path, nodes=grid_nodes, rounds=2, strategy=strategy)
+    lines = server.session.journal.lines
+    assert [line["used"] for line in lines] == [4, 4] and not any(line["incidents"] for line in lines)
     check_replicas(server, grid_nodes)
 
 
-def test_the_size_mods_work_outside_ours(tmp_path) -> None:
+@pytest.mark.parametrize("strategy", [None, Lean()], ids=["gluefl", "lean"])
+def test_the_size_mods_work_outside_ours(tmp_path, strategy) -> None:
     class Outside(Node):
         def handle(self, message):
             context = Context(1, 100, {"partition-id": self.place}, RecordDict(), {})
             return app([message_size_mod, arrays_size_mod, GlueFLMod(folder=self.folder)])(message, context)
 
-    server, _, _ = federation(tmp_path, nodes=[Outside(place, tmp_path / str(place)) for place in range(4)], rounds=2)
+    grid_nodes = [Outside(place, tmp_path / str(place)) for place in range(4)]
+    server, _, _ = federation(tmp_path, nodes=grid_nodes, rounds=2, strategy=strategy)
     assert [line["used"] for line in server.session.journal.lines] == [4, 4]
 
 
 @pytest.mark.parametrize("outside", [LocalDpMod(1.0, 0.0, 1.0, 0.1), fixedclipping_mod], ids=["dp", "clipping"])
-def test_mods_that_alter_arrays_are_refused_outside_ours(tmp_path, outside) -> None:
+@pytest.mark.parametrize("strategy", [None, Lean()], ids=["gluefl", "lean"])
+def test_mods_that_alter_arrays_are_refused_outside_ours(tmp_path, outside, strategy) -> None:
     class Outside(Node):
         def handle(self, message):
             context = Context(1, 100, {"partition-id": self.place}, RecordDict(), {})
             return app([outside, GlueFLMod(folder=self.folder)])(message, context)
 
     grid_nodes = [Outside(place, tmp_path / f"device-{place}") for place in range(4)]
-    server, _, _ = federation(tmp_path, nodes=grid_nodes, rounds=1, timeout=0.3)
+    server, _, _ = federation(tmp_path, nodes=grid_nodes, rounds=1, timeout=0.3, strategy=strategy)
     # Flower's local DP mod replies to its own reply, so that the server gets none; clipping replies to the server.
     assert set(fates(server, 1).values()) <= {"failed", "unanswered"}
     assert server.session.journal.lines[0]["used"] == 0
-    assert torch.equal(weights_of(initial_arrays()), server.session.state.weights)
+    assert torch.equal(server.session.core.first[1][: len(server.session.state.weights)], server.session.state.weights)
 
 
 @pytest.mark.parametrize("mod", [fixedclipping_mod, adaptiveclipping_mod])
@@ -80,11 +87,12 @@ def test_clipping_works_inside_ours(tmp_path, mod) -> None:
     assert 0 < float(moved.norm()) <= 0.5 + 1e-4
 
 
-def test_secure_aggregation_is_refused(tmp_path) -> None:
+@pytest.mark.parametrize("strategy", [None, Lean()], ids=["gluefl", "lean"])
+def test_secure_aggregation_is_refused(tmp_path, strategy) -> None:
     grid_nodes = [Node(place, tmp_path / f"device-{place}", mods=[secaggplus_mod]) for place in range(4)]
-    server, _, _ = federation(tmp_path, nodes=grid_nodes, rounds=1)
+    server, _, _ = federation(tmp_path, nodes=grid_nodes, rounds=1, strategy=strategy)
     assert set(fates(server, 1).values()) == {"failed"}
-    assert torch.equal(weights_of(initial_arrays()), server.session.state.weights)
+    assert torch.equal(server.session.core.first[1][: len(server.session.state.weights)], server.session.state.weights)
 
 
 def test_a_client_without_the_mod_is_refused_with_the_reason(tmp_path) -> None:

@@ -20,6 +20,8 @@ import gluefl
 from gluefl import (
     APF,
     STC,
+    Adagrad,
+    Adam,
     Arrivals,
     Averaging,
     Evaluation,
@@ -33,6 +35,7 @@ from gluefl import (
     Setting,
     Sticky,
     Uniform,
+    Yogi,
 )
 from gluefl.clients.rules import TorchOptimizer
 from gluefl.config import to_toml, validated, variants
@@ -95,6 +98,9 @@ WRONG = [
     (GlueFL, {"regenerate_every": 0, "compensation": "bogus"}, "strategy", {}),
     (Server, {"lr": -1}, "server", {}),
     (Server, {"lr": math.inf, "momentum": 1}, "server", {}),
+    (Adam, {"lr": 0, "beta_2": 1}, "server", {"name": "adam"}),
+    (Yogi, {"beta_1": -0.1, "tau": 0}, "server", {"name": "yogi"}),
+    (Adagrad, {"beta_1": 1, "tau": "small"}, "server", {"name": "adagrad"}),
     (LocalSGD, {"lr": NAN}, "training", {}),
     (LocalSGD, {"steps": 0, "batch": -3}, "training", {}),
     (LocalSGD, {"steps": 2.5}, "training", {}),

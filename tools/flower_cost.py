@@ -11,6 +11,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 os.environ.update(FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1", RAY_USAGE_STATS_ENABLED="0")
@@ -22,10 +23,10 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 from flwr.simulation import run_simulation
 
-from gluefl import STC, FedAvg, GlueFL
+from gluefl import STC, FedAvg, GlueFL, Lean
 from gluefl.flower import GlueFLStrategy, Sticky, Uniform, gluefl_mod
 
-NAMES = ("FedAvg of Flower", "FedAvg of gluefl", "STC", "GlueFL")
+NAMES = ("FedAvg of Flower", "FedAvg of gluefl", "STC", "GlueFL", "lean")
 
 
 def client_app(with_mod: bool) -> ClientApp:
@@ -53,6 +54,7 @@ def measure(name: str, parameters: int, nodes: int, cohort: int, rounds: int) ->
         NAMES[1]: lambda: GlueFLStrategy(Uniform(cohort), FedAvg()),
         NAMES[2]: lambda: GlueFLStrategy(Uniform(cohort), STC()),
         NAMES[3]: lambda: GlueFLStrategy(sticky, GlueFL()),
+        NAMES[4]: lambda: GlueFLStrategy(replace(sticky, weights="proportional"), Lean()),
     }
     server_app = ServerApp()
 

@@ -24,6 +24,9 @@ _HOMES = {
     "Options": "gluefl.simulation.settings",
     "Setting": "gluefl.simulation.settings",
     "Server": "gluefl.core.optimizer",
+    "Adam": "gluefl.core.optimizer",
+    "Yogi": "gluefl.core.optimizer",
+    "Adagrad": "gluefl.core.optimizer",
     "Averaging": "gluefl.core.averaging",
     "Samples": "gluefl.populations",
     "train": "gluefl.simulation.run",
@@ -33,6 +36,8 @@ _HOMES = {
 __all__ = [
     "APF",
     "STC",
+    "Adagrad",
+    "Adam",
     "Arrivals",
     "Averaging",
     "Evaluation",
@@ -48,6 +53,7 @@ __all__ = [
     "Setting",
     "Sticky",
     "Uniform",
+    "Yogi",
     "plan",
     "train",
 ]
@@ -55,7 +61,7 @@ __all__ = [
 if TYPE_CHECKING:
     from gluefl.clients.rules import LocalSGD
     from gluefl.core.averaging import Averaging
-    from gluefl.core.optimizer import Server
+    from gluefl.core.optimizer import Adagrad, Adam, Server, Yogi
     from gluefl.core.sampling import Sticky, Uniform
     from gluefl.experiments.theory.planning import plan
     from gluefl.fleet import Arrivals, Fleet, Instant

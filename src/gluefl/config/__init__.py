@@ -68,10 +68,13 @@ class Evaluation(Parameters):
 
 
 class Wire(Parameters):
-    """`[wire]`: messages are measured, or each is encoded, decoded and checked; how a client comes to version 0."""
+    """`[wire]`: messages are measured, or each is encoded, decoded and checked; how a client comes to version 0; how
+    values travel."""
 
     encode: bool = False
     initial: Literal["download", "known"] | None = None  # the whole model, or known from the seed or with the app
+    package: Literal["float32", "float16", "int8", "int4"] | None = None  # float32; lean has codecs of its own
+    upload: Literal["float32", "float16", "int8", "int4", "rotated"] | None = None
 
 
 class Checkpoint(Parameters):
@@ -153,7 +156,7 @@ def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Conf
 
     What depends on other values is filled in, so that the text of the configuration says what is run.
     """
-    from gluefl.config.tables import resolved
+    from gluefl.config.tables import resolved, strategy_of
     from gluefl.strategies.registry import ROWS
 
     try:
@@ -164,6 +167,10 @@ def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Conf
         sampling = resolved(config.sampling, config.fleet, config.strategy)
     except ParameterError as error:
         raise ParameterError(source, [problem.within("sampling") for problem in error.problems]) from None
+    try:
+        strategy_of(config.strategy, config.wire)
+    except ParameterError as error:
+        raise ParameterError(source, [problem.within("wire") for problem in error.problems]) from None
     row = ROWS[config.strategy.name]
     wire = config.wire if config.wire.initial else config.wire.model_copy(update={"initial": row.initial})
     averages = config.server.average is not None

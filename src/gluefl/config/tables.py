@@ -4,7 +4,7 @@ Only this part of the configuration needs torch, so it is imported when a config
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -26,6 +26,7 @@ from gluefl.parameters import (
     unknown_key,
 )
 from gluefl.strategies import registry
+from gluefl.strategies.coded import Coded
 
 Part = TypeVar("Part")
 SAMPLERS: dict[str, type[Any]] = {"uniform": Uniform, "sticky": Sticky}
@@ -43,7 +44,14 @@ Training = _table(
     tf32=(bool | None, None),  # on a GPU; allowed where the configuration does not say
 )
 
-Server = _table("Server", **declarations(optimizer.Server), average=(Decay | None, None))  # by strategy
+OPTIMIZERS: dict[str, type[Any]] = dict(optimizer.OPTIMIZERS)
+STEPS = {key: kind for one in OPTIMIZERS.values() for key, (kind, _) in declarations(one).items()}
+Server = _table(
+    "Server",
+    name=(Annotated[str, OneOf(tuple(OPTIMIZERS))], "sgd"),
+    **{key: (kind | None, None) for key, kind in STEPS.items()},  # those of the optimiser, with its defaults
+    average=(Decay | None, None),  # by strategy
+)
 
 _sticky = declarations(Sticky)
 Sampling = _table(
@@ -93,8 +101,21 @@ def training(raw: Any) -> Any:
 
 
 def server(raw: Any) -> Any:
-    """`[server]`: the server's own step."""
-    return _validated(Server, raw, optimizer.Server)
+    """`[server]`: the server's own step, an optimiser and its parameters."""
+    table = _validated(Server, raw)
+    kind = OPTIMIZERS[table.name]
+    own = {key: getattr(table, key) for key in declarations(kind)}
+    foreign = [key for key in STEPS if key not in own and getattr(table, key) is not None]
+    if foreign:
+        message = f"{table.name} has no {', '.join(foreign)}; it has {', '.join(own)}"
+        raise ParameterError("server", [Problem("", message)])
+    built = kind(**{key: value for key, value in own.items() if value is not None})
+    return table.model_copy(update={key: getattr(built, key) for key in own})
+
+
+def server_optimizer(server: Any) -> optimizer.Optimizer:
+    """The optimiser of a validated `[server]`."""
+    return cast(optimizer.Optimizer, part(OPTIMIZERS[server.name], server))
 
 
 def sampling(raw: Any) -> Any:
@@ -141,6 +162,16 @@ def strategy(raw: Any) -> Strategy:
     if problems:
         raise ParameterError("strategy", problems)
     return Strategy(name=name, **{key: getattr(algorithm, key) for key in declarations(kind)})
+
+
+def strategy_of(strategy: Strategy, wire: Any) -> Any:
+    """The algorithm of `[strategy]`, with the codecs of `[wire]` where it names any; refuses those that do not fit."""
+    algorithm = strategy.build()
+    codecs = {key: value for key in ("package", "upload") if (value := getattr(wire, key)) is not None}
+    if not codecs:
+        return algorithm
+    coded = Coded(algorithm, **codecs)
+    return algorithm if {coded.package, coded.upload} == {"float32"} else coded
 
 
 def parameters_of(strategy: str) -> set[str]:

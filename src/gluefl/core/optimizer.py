@@ -1,5 +1,6 @@
 """The server's own step on what the clients' updates add up to."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -8,7 +9,9 @@ from torch import Tensor
 
 from gluefl.parameters import Decay, Positive, checked
 from gluefl.strategies import Space
-from gluefl.vectors.sparse import Sparse
+from gluefl.vectors.sparse import Masked, Sparse
+
+Moments = tuple[Tensor, Tensor]  # m, v
 
 
 class Optimizer(Protocol):
@@ -41,11 +44,117 @@ class Server:
 
     def step(self, state: Tensor | None, update: Sparse) -> tuple[Tensor | None, Sparse]:
         """The next velocity and the update to publish."""
-        velocity, values = state, update.values if state is not None or self.lr != 1 else None
-        if values is None:
-            return velocity, update
-        if velocity is not None:
-            velocity = velocity.clone()
-            values = self.momentum * velocity[update.positions] + values
-            velocity[update.positions] = values
-        return velocity, update.with_values(values if self.lr == 1 else self.lr * values)
+        if state is None:
+            return None, update if self.lr == 1 else _stepped((), update, lambda delta, _: (self.lr * delta, ()))[1]
+
+        def rule(delta: Tensor, velocities: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            velocity = self.momentum * velocities[0] + delta
+            return velocity if self.lr == 1 else self.lr * velocity, (velocity,)
+
+        (velocity,), update = _stepped((state,), update, rule)
+        return velocity, update
+
+
+@checked
+@dataclass(frozen=True)
+class Adam:
+    """FedAdam (Reddi et al., Adaptive Federated Optimization, 2021): m ← β₁·m + (1−β₁)·Δ,
+    v ← β₂·v + (1−β₂)·Δ², w ← w + lr · m / (√v + τ), without bias correction, from m = 0 and v = τ².
+
+    As every optimiser of the server it acts on the positions of Δ alone. FedAvg and lean give it every coordinate.
+    The updates of STC, APF and GlueFL have few: there the moments are those of the rounds in which a coordinate was
+    selected.
+    """
+
+    lr: Positive = 0.01
+    beta_1: Decay = 0.9
+    beta_2: Decay = 0.99
+    tau: Positive = 1e-3
+
+    def init(self, space: Space) -> Moments:
+        """The moments before round 1."""
+        return _moments(space, self.tau)
+
+    def step(self, state: Moments, update: Sparse) -> tuple[Moments, Sparse]:
+        """The next moments and the update to use."""
+        return _adaptive(self, state, update, lambda v, square: self.beta_2 * v + (1 - self.beta_2) * square)
+
+
+@checked
+@dataclass(frozen=True)
+class Yogi:
+    """FedYogi: as `Adam`, with v ← v − (1−β₂)·Δ²·sign(v − Δ²), which lets v fall slowly."""
+
+    lr: Positive = 0.01
+    beta_1: Decay = 0.9
+    beta_2: Decay = 0.99
+    tau: Positive = 1e-3
+
+    def init(self, space: Space) -> Moments:
+        """The moments before round 1."""
+        return _moments(space, self.tau)
+
+    def step(self, state: Moments, update: Sparse) -> tuple[Moments, Sparse]:
+        """The next moments and the update to use."""
+        share = 1 - self.beta_2
+        return _adaptive(self, state, update, lambda v, square: v - share * square * torch.sign(v - square))
+
+
+@checked
+@dataclass(frozen=True)
+class Adagrad:
+    """FedAdagrad: as `Adam`, with v ← v + Δ², and no momentum by default."""
+
+    lr: Positive = 0.1
+    beta_1: Decay = 0.0
+    tau: Positive = 1e-3
+
+    def init(self, space: Space) -> Moments:
+        """The moments before round 1."""
+        return _moments(space, self.tau)
+
+    def step(self, state: Moments, update: Sparse) -> tuple[Moments, Sparse]:
+        """The next moments and the update to use."""
+        return _adaptive(self, state, update, torch.add)
+
+
+def _moments(space: Space, tau: float) -> Moments:
+    zeros = torch.zeros(space.size, device=space.device)
+    return zeros, torch.full_like(zeros, tau**2)
+
+
+def _adaptive(
+    optimizer: Adam | Yogi | Adagrad, state: Moments, update: Sparse, second: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Moments, Sparse]:
+    """A step along m, coordinate by coordinate in units of √v; `second` gives the next v from v and Δ²."""
+
+    def rule(delta: Tensor, moments: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        m = optimizer.beta_1 * moments[0] + (1 - optimizer.beta_1) * delta
+        v = second(moments[1], delta.square())
+        return optimizer.lr * m / (v.sqrt() + optimizer.tau), (m, v)
+
+    (m, v), update = _stepped(state, update, rule)
+    return (m, v), update
+
+
+def _stepped(
+    state: tuple[Tensor, ...],
+    update: Sparse,
+    rule: Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]]],
+) -> tuple[tuple[Tensor, ...], Sparse]:
+    """Apply a rule for every coordinate at the positions of an update; the state elsewhere stays as it is."""
+    if update.is_whole:
+        values, state = rule(update.values, state)
+        return state, update.with_values(values)
+    if isinstance(update, Masked):  # listing positions would synchronise with a GPU
+        vector, moved = rule(update.vector, state)
+        bits = update.mask.bits
+        kept = tuple(torch.where(bits, new, old) for new, old in zip(moved, state, strict=True))
+        return kept, Masked(update.mask, vector, update.covers)
+    positions = update.positions
+    values, moved = rule(update.values, tuple(one.index_select(0, positions) for one in state))
+    kept = tuple(old.index_copy(0, positions, new) for new, old in zip(moved, state, strict=True))
+    return kept, update.with_values(values)
+
+
+OPTIMIZERS = {"sgd": Server, "adam": Adam, "yogi": Yogi, "adagrad": Adagrad}

@@ -11,6 +11,7 @@ from gluefl import wire
 from gluefl.core.records import Parcel
 from gluefl.core.sampling import Group
 from gluefl.fleet import Trip
+from gluefl.flower.messages import Said
 from gluefl.flower.nodes import POLL_S
 from gluefl.flower.replies import Answer, Received, Sent, read_reply
 
@@ -30,7 +31,7 @@ class Exchange:
     sent: dict[int, Sent]  # by node id
     expected: wire.Expected | None  # of an upload; None in an evaluation, which asks for none
     outstanding: dict[str, Sent]  # by message id
-    resend: Callable[[int], tuple[Parcel, Message]]  # the whole model, for a node that cannot use its package
+    resend: Callable[[int, Said], tuple[Parcel, Message]]  # for a node that cannot use its package, by what it says
     clock_s: float = 0.0  # of the invitation
     began: float = field(default_factory=time.monotonic)
     replies: dict[int, Message] = field(default_factory=dict)  # of the clients that are used
@@ -61,16 +62,16 @@ class Exchange:
         if not current:
             self.note(sent.client, "late" if answer.fate == "held" else answer.fate, f"of round {sent.round}")
             return None
-        if answer.fate == "needs model" and sent.client not in self.resent:
-            return self._send_whole_model(sent.client, answer.why)
+        if answer.said is not None and sent.client not in self.resent:
+            return self._send_again(sent.client, answer.said, answer.why)
         self._take(message, answer)
         return None
 
-    def _send_whole_model(self, client: int, why: str) -> Message:
+    def _send_again(self, client: int, said: Said, why: str) -> Message:
         self.resent.add(client)
         self.holds[client] = None
         self.note(client, "needs model", why)
-        parcel, message = self.resend(client)
+        parcel, message = self.resend(client, said)
         both = parcel.size_bytes + self.parcels[client].size_bytes
         self.parcels[client] = replace(parcel, size_bytes=both)
         return message

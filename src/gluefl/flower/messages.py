@@ -17,9 +17,10 @@ from gluefl.errors import WireError
 
 OURS = "gluefl"  # the name of our ConfigRecord
 BODY = "gluefl-body"  # the name of our ArrayRecord
-PACKAGE, UPLOAD = "package", "upload"  # the array in it: different names, so that mods that alter arrays refuse
+# The arrays in it: different names, so that mods that alter arrays refuse. ORIGIN is version 0, for a node without it.
+PACKAGE, UPLOAD, ORIGIN = "package", "upload", "origin"
 NPY_HEADER_BYTES = 256  # numpy writes 128 before a flat array
-OPTIONAL = {"accepted", "table", "store", "version", "needs_model"}  # left out where they are None
+OPTIONAL = {"accepted", "table", "store", "version", "needs_model", "origin"}  # left out where they are None
 LONGEST_TEXT = 2**22  # of a task: the names of the arrays make most of it
 
 
@@ -34,6 +35,7 @@ class Told:
     strategy: dict[str, Any]  # name and parameters: the client's half runs with the server's values
     accepted: str | None  # the digest of the node's last upload that was used
     table: str | None = None  # names and shapes, with a whole model
+    origin: str | None = None  # the hash of version 0, hex, where the package starts from it or refers to it
     store: str | None = None  # in a simulation: where the server keeps its newest version
 
 
@@ -42,27 +44,40 @@ class Said:
     """What a node says beside its upload."""
 
     round: int
-    version: int | None  # the version it holds
+    version: int | None  # the version it holds, None if none
     hash: str  # of its replica, hex
     needs_model: str | None = None  # why it cannot use the package it was sent
+    origin: str | None = None  # the hash of version 0, hex, if it needs a model and can start from that version
 
 
-def package(told: Told, header: bytes, body: Array) -> tuple[RecordDict, int]:
+@dataclass(frozen=True)
+class Parts:
+    """What a task carries beside what it tells, not yet checked."""
+
+    package: bytes
+    origin: bytes | None = None  # version 0 as a message of its own
+
+
+def package(told: Told, header: bytes, body: Array, origin: Array | None = None) -> tuple[RecordDict, int]:
     """The records of a task, and the bytes that are not the package itself."""
     text = _text(told)
     ours = ConfigRecord({"task": text, "header": header})
-    return RecordDict({OURS: ours, BODY: ArrayRecord({PACKAGE: body})}), len(text)
+    arrays = {PACKAGE: body} | ({} if origin is None else {ORIGIN: origin})
+    return RecordDict({OURS: ours, BODY: ArrayRecord(arrays)}), len(text)
 
 
-def read_package(records: RecordDict) -> tuple[Told, bytes]:
-    """What a node was told, and the package, which is not yet checked."""
+def read_package(records: RecordDict) -> tuple[Told, Parts]:
+    """What a node was told, and what it was sent."""
     told: Told = _read(Told, records, "task")
     if told.client < 0 or told.seed < 0 or len(bytes.fromhex(told.run)) != 8:
         raise WireError("the task names no run, no client or no seed")
     header = records.config_records[OURS].get("header")
-    if not isinstance(header, bytes) or len(header) != wire.HEADER_BYTES:
+    # A compact header is shorter; which one it is follows from the strategy, and is checked when it is decoded.
+    if not isinstance(header, bytes) or not 0 < len(header) <= wire.HEADER_BYTES:
         raise WireError("the task carries no header")
-    return told, header + read_array(records, PACKAGE, None)
+    brings_origin = ORIGIN in records.array_records.get(BODY, ArrayRecord())
+    origin = read_array(records, ORIGIN, None) if brings_origin else None
+    return told, Parts(header + read_array(records, PACKAGE, None), origin)
 
 
 def upload(said: Said, data: bytes | None) -> RecordDict:

@@ -7,6 +7,7 @@ the node's disk with the package, and turns what the app returns into a compensa
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,15 +17,14 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
 from gluefl import wire
-from gluefl.core.replica import Replica
 from gluefl.errors import GlueFLError, UsageError, WireError
-from gluefl.flower.arrays import Table
-from gluefl.flower.messages import BODY, OURS, Said, Told, digest, is_ours, read_package, upload
+from gluefl.flower.arrays import STATISTICS
+from gluefl.flower.messages import BODY, OURS, Told, digest, is_ours, read_package, upload
 from gluefl.flower.node_store import NodeStore
-from gluefl.strategies import Space, Strategy, Task
+from gluefl.flower.synchronise import Built, Held, Receiver
+from gluefl.strategies import Strategy
 from gluefl.strategies.hooks import Hook, hooked_delta
 from gluefl.strategies.registry import STRATEGIES
-from gluefl.vectors.sparse import whole
 
 LOSSES = ("train_loss", "train-loss", "loss")  # the names under which apps report it
 MOST_SAMPLES = 2**32 - 1  # that a header can hold
@@ -36,30 +36,36 @@ class GlueFLMod:
 
     The folder is, in this order: `folder`, the node's `--node-config 'gluefl-dir="…"'`, the environment's
     GLUEFL_DEVICE_DIR, `~/.gluefl/devices`. `strategy` is only needed for one that is not part of gluefl. `hooks`
-    change the node's update before it is compressed.
+    change the node's update before it is compressed. `initial` builds the model that the ServerApp passes as
+    `initial_arrays`, so that the node need not download it; `statistics` is as in `GlueFLStrategy`.
+
+    >>> app = ClientApp(mods=[GlueFLMod(initial=seeded_model)])
     """
 
     folder: Path | None = None
     strategy: Strategy | None = None
     hooks: tuple[Hook, ...] = ()
+    initial: Callable[[], Built] | None = None
+    statistics: tuple[str, ...] = STATISTICS
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Handle one message; one that is not of a gluefl strategy is passed on untouched."""
         if not is_ours(message):
             return call_next(message, context)
-        told, data = read_package(message.content)
+        told, sent = read_package(message.content)
         strategy = self.strategy or _strategy(told)
         store = Path(told.store) if told.store is not None and _in_simulation() else None
         node = NodeStore.open(store / "nodes" if store else self._root(context), told.run, told.client)
+        # In a simulation all nodes share the server's newest version: 20 MB once, not for each of 2800 nodes.
+        receiver = Receiver(NodeStore(store) if store else node, strategy, self.initial, self.statistics)
         try:
-            # In a simulation all nodes share the server's newest version: 20 MB once, not for each of 2800 nodes.
-            held = _synchronised(NodeStore(store) if store else node, told, data, strategy)
+            held = receiver.synchronised(told, sent)
         except WireError as error:
-            # Nothing on the disk was changed. The server answers with the whole model.
-            said = _needs_model(None if store else node, int(message.metadata.group_id or 0), str(error))
+            # Nothing on the disk was changed. The server answers with what this node needs.
+            said = receiver.needs_model(told, int(message.metadata.group_id or 0), str(error))
             return Message(upload(said, None), reply_to=message)
         if store is None:
-            node.write_replica(held.replica, held.table)
+            held.write(node)
         context.state["gluefl"] = ConfigRecord({"version": held.header.version, "hash": held.header.hash.hex()})
         message.content = _for_the_app(message.content, told, held)
         if message.metadata.message_type.split(".")[0] == MessageType.TRAIN:
@@ -73,16 +79,17 @@ class GlueFLMod:
                 reply.content.update(upload(held.said, None))
         return reply
 
-    def _put_upload(self, reply: Message, held: "Held", node: NodeStore, residual: Tensor | None) -> None:
+    def _put_upload(self, reply: Message, held: Held, node: NodeStore, residual: Tensor | None) -> None:
         """Replace the trained model in a reply by the upload."""
         key, trained = _trained(reply)
         weights, statistics = held.table.flatten(trained)
         delta = weights - held.replica.weights
         _check_finite(delta, statistics)
         delta = hooked_delta(self.hooks, delta, held.task)
-        update, residual = held.strategy.compress(delta, held.task, residual)
-        codec = held.strategy.traits(held.task.space).upload_codec
-        body = wire.Body(update, statistics, held.shared, False, codec)
+        vector = held.traits.vector(delta, statistics - held.replica.statistics)
+        update, residual = held.strategy.compress(vector, held.task, residual)
+        codec, covers_all = held.traits.upload_codec, held.traits.covers == "everything"
+        body = wire.Body(update, statistics[:0] if covers_all else statistics, held.shared, False, codec)
         layout = held.table.layout
         sizes = layout.size, layout.statistics_size
         data = wire.encode(_header(held, reply), wire.encode_body(body), *sizes, codec)
@@ -97,73 +104,6 @@ class GlueFLMod:
 
 
 gluefl_mod = GlueFLMod()
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a node holds after a package: the server's version, and the task that came with it."""
-
-    replica: Replica
-    table: Table
-    header: wire.Header
-    shared: wire.Shared
-    task: Task
-    strategy: Strategy
-
-    @property
-    def said(self) -> Said:
-        """What the node says of itself in its answer."""
-        return Said(self.header.round, self.replica.version, self.header.hash.hex())
-
-
-def _synchronised(replicas: NodeStore, told: Told, data: bytes, strategy: Strategy) -> Held:
-    """Apply a package to the stored replica, which stays as it is; raises `WireError` if it cannot be applied."""
-    replica, table = _base(replicas, told, data, strategy)
-    layout, space = table.layout, Space.of(table.layout)
-    codec = strategy.traits(space).package_codec
-    expected = wire.Expected(
-        bytes.fromhex(told.run), layout.fingerprint, layout.size, layout.statistics_size, wire.PACKAGE, codec=codec
-    )
-    header, body = wire.decode(data, expected)
-    if header.base is not None and replica.version is not None and header.base < replica.version <= header.version:
-        # The server has not received this node's last answer. A package from an older base holds all that a newer
-        # replica misses, as values and not as differences; the hash shows whether the outcome is the server's model.
-        replica = replace(replica, version=header.base)
-        patched = replica.apply(replace(header, base_hash=wire.NO_HASH), body)
-    else:
-        patched = replica.apply(header, body)
-    task = Task(header.round, body.shared.mask, header.weight, space, told.client, told.seed)
-    return Held(patched, table, header, body.shared, task, strategy)
-
-
-def _base(replicas: NodeStore, told: Told, data: bytes, strategy: Strategy) -> tuple[Replica, Table]:
-    """What a package is applied to: the stored replica, or an empty one if the package brings the whole model."""
-    stored = replicas.replica()
-    if told.table is not None:
-        table = Table.from_json(told.table)
-        size = table.layout.size
-        codec = strategy.traits(Space.of(table.layout)).package_codec
-        if _shortest_bytes(codec, size) > len(data):  # before anything of that size is allocated
-            raise WireError(f"a model of {size} entries is announced in {len(data)} bytes")
-        if stored is None or stored[1].layout.fingerprint != table.layout.fingerprint:
-            return Replica(torch.zeros(size), torch.zeros(table.layout.statistics_size)), table
-    if stored is None:
-        raise WireError("this node holds no model")
-    return stored
-
-
-def _shortest_bytes(codec: wire.ValueCodec | wire.BodyCodec, size: int) -> int:
-    """No fewer bytes than this hold a whole model."""
-    if isinstance(codec, wire.BodyCodec):
-        return size // 8  # every value takes a bit at least
-    return codec.measure(whole(torch.zeros(1).expand(size)))()  # takes no memory
-
-
-def _needs_model(node: NodeStore | None, round: int, why: str) -> Said:
-    """Why a node cannot use its package, and which version it holds, if it keeps a replica of its own."""
-    stored = node.replica() if node is not None else None
-    version, hash_ = (stored[0].version, stored[0].hash) if stored else (None, wire.NO_HASH)
-    return Said(round, version, hash_.hex(), needs_model=why)
 
 
 def _in_simulation() -> bool:

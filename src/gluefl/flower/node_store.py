@@ -1,4 +1,4 @@
-"""What a node writes to its disk: its replica of the model, and what its uploads left out.
+"""What a node writes to its disk: its replica of the model, version 0 if it was sent, and what its uploads left out.
 
 Every file is written beside the old one, which it then replaces in one step; it carries a hash or a checksum. A
 damaged file counts as lost: the server then sends the whole model, and the residual starts from zero.
@@ -11,18 +11,58 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gluefl import wire
 from gluefl.core.replica import Replica
 from gluefl.errors import WireError
 from gluefl.flower.arrays import Table
 from gluefl.storage.checkpoint import write_tensors
+from gluefl.strategies import Space, Strategy
+from gluefl.vectors.layout import Layout
+from gluefl.vectors.mask import Mask
+from gluefl.vectors.sparse import part_of, whole
 
 KEPT_RUNS = 2  # the folders of earlier runs are deleted
 MARKER = "gluefl-run"  # an empty file in the folder of a run: nothing without it is deleted
 RUN_ID = re.compile("[0-9a-f]{16}")
 REPLICA, RESIDUAL, PENDING = "replica.safetensors", "residual.safetensors", "pending.safetensors"
+ORIGIN = "origin.safetensors"  # version 0
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A model on a grid takes a small part of its float32 bytes: it lies on the disk as a package would bring it."""
+
+    codec: wire.BodyCodec
+    origin: Tensor | None  # version 0, if what differs from it is written, else None
+
+    def encode(self, replica: Replica) -> Tensor:
+        """The bytes of a replica."""
+        vector = torch.cat([replica.weights, replica.statistics])
+        update = whole(vector) if self.origin is None else part_of(vector, Mask(vector != self.origin))
+        shared = wire.Shared(Mask.uniform(replica.weights.numel(), False, vector.device))
+        data = self.codec.encode(wire.Body(update, vector[:0], shared, True, self.codec, self.origin))
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+
+    def decode(self, data: Tensor, size: int, statistics: int) -> tuple[Tensor, Tensor]:
+        """Weights and statistics, or `WireError`."""
+        update = self.codec.decode(memoryview(data.numpy().tobytes()), self.origin)
+        if update.size != size + statistics or (self.origin is None and update.count != update.size):
+            raise WireError(f"{update.count} cells of {update.size} were found, {size + statistics} were expected")
+        vector = torch.zeros(update.size) if self.origin is None else self.origin.clone()
+        vector[update.positions] = update.values
+        return vector[:size], vector[size:]
+
+
+def cells_of(strategy: Strategy, layout: Layout, origin: Tensor | None) -> Cells | None:
+    """How replicas of a strategy lie on the disk: as cells if its packages are cells, else, with None, in float32."""
+    traits = strategy.traits(Space.of(layout))
+    if traits.covers != "everything" or not isinstance(traits.package_codec, wire.BodyCodec):
+        return None
+    return Cells(traits.package_codec, origin)
 
 
 @dataclass(frozen=True)
@@ -44,23 +84,31 @@ class NodeStore:
         os.utime(root / run)
         return cls(folder)
 
-    def replica(self) -> tuple[Replica, Table] | None:
-        """The model this node holds and the names of its arrays, None if it holds none."""
-        tensors, notes = _load(self.folder / REPLICA)
+    def table(self) -> Table | None:
+        """The names of the arrays of the model this node holds, None if it holds none."""
         try:
-            table = Table.from_json(notes["table"])
-            replica = Replica(tensors["weights"], tensors["statistics"], int(notes["version"]))
-        except (KeyError, ValueError, WireError):
+            return Table.from_json(_notes(self.folder / REPLICA)["table"])
+        except (KeyError, WireError):
             return None
-        sizes = replica.weights.numel(), replica.statistics.numel()
-        fits = sizes == (table.layout.size, table.layout.statistics_size)
-        return (replica, table) if fits and replica.hash.hex() == notes.get("hash") else None
 
-    def write_replica(self, replica: Replica, table: Table) -> None:
+    def replica(self, strategy: Strategy | None = None, origin: Tensor | None = None) -> tuple[Replica, Table] | None:
+        """The model this node holds and the names of its arrays, None if it holds none.
+
+        Cells are read with the codec of the strategy, relative to `origin` if the run's packages are.
+        """
+        return _read_model(self.folder / REPLICA, strategy, origin)
+
+    def origin(self, strategy: Strategy | None = None) -> tuple[Replica, Table] | None:
+        """Version 0, None if it was not written."""
+        return _read_model(self.folder / ORIGIN, strategy, None)
+
+    def write_replica(self, replica: Replica, table: Table, cells: Cells | None = None) -> None:
         """Hold this version from now on."""
-        tensors = {"weights": replica.weights, "statistics": replica.statistics}
-        notes = {"version": str(replica.version), "table": table.to_json(), "hash": replica.hash.hex()}
-        _save(self.folder / REPLICA, tensors, notes)
+        _write_model(self.folder / REPLICA, replica, table, cells)
+
+    def write_origin(self, replica: Replica, table: Table, cells: Cells | None = None) -> None:
+        """Hold version 0 beside the replica."""
+        _write_model(self.folder / ORIGIN, replica, table, cells)
 
     def commit_residual(self, accepted: str | None) -> Tensor | None:
         """The residual as of the upload that the server used last: the pending one counts only if it is of that."""
@@ -78,6 +126,26 @@ class NodeStore:
         if int(_notes(path).get("round", -1)) > round:
             return  # the task of an older round has ended only now
         _save(path, {"residual": residual}, {"round": str(round), "upload": upload, "checksum": _checksum(residual)})
+
+
+def _read_model(path: Path, strategy: Strategy | None, origin: Tensor | None) -> tuple[Replica, Table] | None:
+    tensors, notes = _load(path)
+    try:
+        table = Table.from_json(notes["table"])
+        sizes = table.layout.size, table.layout.statistics_size
+        cells = cells_of(strategy, table.layout, origin) if strategy is not None and "cells" in tensors else None
+        model = cells.decode(tensors["cells"], *sizes) if cells else (tensors["weights"], tensors["statistics"])
+        replica = Replica(*model, int(notes["version"]))
+    except (KeyError, ValueError, IndexError, WireError):
+        return None
+    fits = (replica.weights.numel(), replica.statistics.numel()) == sizes
+    return (replica, table) if fits and replica.hash.hex() == notes.get("hash") else None
+
+
+def _write_model(path: Path, replica: Replica, table: Table, cells: Cells | None) -> None:
+    tensors = {"weights": replica.weights, "statistics": replica.statistics}
+    notes = {"version": str(replica.version), "table": table.to_json(), "hash": replica.hash.hex()}
+    _save(path, {"cells": cells.encode(replica)} if cells else tensors, notes)
 
 
 def _runs(root: Path) -> list[Path]:

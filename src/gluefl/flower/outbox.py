@@ -9,7 +9,7 @@ from gluefl import wire
 from gluefl.core.records import Parcel
 from gluefl.core.sampling import Group, nominal_weights
 from gluefl.core.server import Packages, bodies_for, header, invited, packages
-from gluefl.flower.messages import Told, package, to_array
+from gluefl.flower.messages import Said, Told, package, to_array
 from gluefl.flower.run_folder import described_strategy
 from gluefl.flower.session import Session
 
@@ -64,38 +64,55 @@ class Outbox:
 
     def message(self, client: int) -> tuple[Parcel, Message]:
         """The message to a node, and its parcel, charged with all that is sent."""
+        return self._message(client, self.session.state.ledger.base(client), None)
+
+    def again(self, client: int, said: Said) -> tuple[Parcel, Message]:
+        """The message to a node that cannot use its package.
+
+        It is sent the package from another version that it holds, else from version 0, if it knows that. Where packages
+        refer to version 0, a node that does not know it is sent it, too; otherwise the newest version as a whole.
+        """
+        session, state, failed = self.session, self.session.state, self.session.state.ledger.base(client)
+        session.note_holders({client: None})
+        held = said.version if said.version is not None and said.version <= state.ledger.version else None
+        if held is not None and held != failed and said.hash == session.hashes.get(held, b"").hex():
+            return self._message(client, held, None)
+        is_known = session.core.initial == "known" and said.origin == session.hashes[0].hex()
+        if is_known or session.version_0 is not None:
+            return self._message(client, 0, None if is_known else session.version_0)
+        return self._message(client, None, None)
+
+    def _message(self, client: int, base: int | None, origin: Array | None) -> tuple[Parcel, Message]:
         core, state, hashes = self.session.core, self.session.state, self.session.hashes
         head = header(core, state, client, self.weights[client], hashes[state.ledger.version])
-        base_hash = wire.NO_HASH if head.base is None else hashes.get(head.base, wire.NO_HASH)
-        head = replace(head, round=self.round, base_hash=base_hash)
-        body = self._body(head.base)
+        base_hash = wire.NO_HASH if base is None else hashes.get(base, wire.NO_HASH)
+        head = replace(head, round=self.round, base=base, base_hash=base_hash)
+        body = self._body(base)
         layout, codec = core.layout, core.traits.package_codec
         data = wire.encode(head, body.data, layout.size, layout.statistics_size, codec)
         header_bytes = data[: wire.header_bytes(codec)]
-        records, beside_bytes = package(self._told(client, head.base), header_bytes, body.array)
+        told = self._told(client, base, with_table=base is None or origin is not None)
+        records, beside_bytes = package(told, header_bytes, body.array, origin)
+        beside_bytes += len(origin.data) if origin is not None else 0
         envelope = self.envelope
         records[envelope.config_key] = ConfigRecord({**envelope.config, "server-round": self.round})
         node_id, group_id = self.session.nodes.ids[client], str(self.round)
         message = Message(records, node_id, envelope.kind, ttl=envelope.ttl_s, group_id=group_id)
         return Parcel(head, len(data) + beside_bytes, body.density), message
 
-    def whole_model(self, client: int) -> tuple[Parcel, Message]:
-        """The message to a node that cannot use its package."""
-        self.session.note_holders({client: None})
-        return self.message(client)
-
     def _body(self, base: int | None) -> EncodedBody:
         if base not in self.encoded:
             body, encoding = self.packages.bodies.get(base), self.packages.encodings.get(base)
-            if body is None:  # the whole model, which no node was sent at first
+            if body is None:  # for a node that cannot use what it was sent at first
                 body = bodies_for(self.session.core, self.session.state, [base], self.packages.shared)[base]
             data = wire.encode_body(body, encoding)
             self.encoded[base] = EncodedBody(data, to_array(data), body.update.density)
         return self.encoded[base]
 
-    def _told(self, client: int, base: int | None) -> Told:
-        """What a node is told beside its package; names and shapes only with the whole model."""
+    def _told(self, client: int, base: int | None, with_table: bool) -> Told:
+        """What a node is told beside its package; names and shapes only with a whole model."""
         session = self.session
+        refers = session.core.origin is not None or (session.core.initial == "known" and base == 0)
         return Told(
             run=session.core.run.hex(),
             client=client,
@@ -103,6 +120,7 @@ class Outbox:
             arrays=self.envelope.arrays_key,
             strategy=described_strategy(session.core.strategy),
             accepted=session.accepted.get(client, (0, None))[1],
-            table=session.table.to_json() if base is None else None,
+            table=session.table.to_json() if with_table else None,
+            origin=session.hashes[0].hex() if refers else None,
             store=str(session.store.absolute()) if session.store else None,
         )

@@ -9,7 +9,7 @@ from flwr.app import Message
 
 from gluefl import wire
 from gluefl.errors import WireError
-from gluefl.flower.messages import BODY, UPLOAD, digest, is_ours, read_array, read_said
+from gluefl.flower.messages import BODY, UPLOAD, Said, digest, is_ours, read_array, read_said
 
 Fate = Literal["good", "held", "needs model", "failed", "refused"]
 LONGEST_REASON = 300
@@ -45,6 +45,7 @@ class Answer:
     why: str = ""
     holds: int | None = None  # the version that the node has proved to hold
     upload: Received | None = None
+    said: Said | None = None  # what a node says that needs a model
 
 
 def read_reply(message: Message, sent: Sent, expected: wire.Expected | None) -> Answer:
@@ -67,7 +68,7 @@ def _read(message: Message, sent: Sent, expected: wire.Expected | None) -> Answe
         raise WireError(f"{rest} bytes beside the upload; {LONGEST_REST} are allowed")
     said = read_said(message.content)
     if said.needs_model is not None:
-        return Answer(sent, "needs model", said.needs_model[:LONGEST_REASON])
+        return Answer(sent, "needs model", said.needs_model[:LONGEST_REASON], said=said)
     if (said.version, said.hash) != (sent.version, sent.hash.hex()):
         raise WireError(
             f"the node says it holds version {said.version} with hash {said.hash}; "

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from gluefl import wire
 from gluefl.core.server import Core
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.storage import checkpoint
 from gluefl.strategies import Strategy
+from gluefl.strategies.coded import Coded
 from gluefl.strategies.registry import STRATEGIES
 
 NAME = "federation.json"
@@ -63,30 +65,40 @@ class Saved:
                 f"{folder}/{NAME} is damaged ({type(error).__name__}: {error}). Start the run in another folder."
             ) from error
 
-    def check(self, core: Core, folder: Path) -> None:
-        """Refuse to go on with other settings."""
-        now = settings_of(core)
+    def check(self, now: dict[str, Any], folder: Path) -> None:
+        """Refuse to go on with other settings than those of `settings_of`."""
         if now != self.settings:
+            unlike = now.get("version_0") != self.settings.get("version_0")
+            hint = " The initial model is another one: build it from a fixed seed." if unlike else ""
             raise UsageError(
-                f"{folder} holds a run with other settings; it cannot go on with these. Choose another folder.\n"
+                f"{folder} holds a run with other settings; it cannot go on with these. Choose another folder.{hint}\n"
                 f"  there: {json.dumps(self.settings)}\n  now:   {json.dumps(now)}"
             )
 
 
 def settings_of(core: Core) -> dict[str, Any]:
     """What must be the same for a run to go on."""
-    settings = {
+    settings: dict[str, Any] = {
         "seed": core.seed,
         "layout": core.layout.fingerprint.hex(),
         "strategy": described_strategy(core.strategy),
         "sampler": _described(core.sampler),
         "server": _described(core.optimizer),
     }
-    return settings | ({"hooks": [_described(hook) for hook in core.hooks]} if core.hooks else {})
+    # Left out where they are as in runs that were written before there was a choice.
+    if core.hooks:
+        settings["hooks"] = [_described(hook) for hook in core.hooks]
+    if core.averaging.average:
+        settings["averaging"] = core.averaging.average
+    if core.initial == "known":  # nodes keep what differs from version 0: it must be the same when the run goes on
+        settings["version_0"] = wire.replica_hash(*core.parts(core.first[1], core.statistics)).hex()
+    return settings
 
 
 def described_strategy(strategy: Strategy) -> dict[str, Any]:
-    """A strategy by its name and parameters, as a node can build it."""
+    """A strategy by its name and parameters, as a node can build it; one with codecs must be given to the node."""
+    if isinstance(strategy, Coded):
+        return {**_described(strategy), "strategy": described_strategy(strategy.strategy)}
     name = next((name for name, kind in STRATEGIES.items() if type(strategy) is kind), type(strategy).__name__)
     return {**_described(strategy), "name": name}
 

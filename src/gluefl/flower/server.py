@@ -11,21 +11,22 @@ from collections.abc import Callable, Iterable, Sequence
 from logging import INFO, WARNING
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from torch import nn
 
 from gluefl import strategies, wire
 from gluefl.accel.resources import resources
+from gluefl.core.averaging import Averaging
 from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.sampling import Group, Sampler, draw
-from gluefl.core.server import Core
+from gluefl.core.server import Core, Initial
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.flower.arrays import STATISTICS, Table
 from gluefl.flower.exchange import Exchange, send_and_receive
+from gluefl.flower.metrics import accuracy, mean_metrics
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.outbox import Envelope, Outbox
 from gluefl.flower.replies import Sent
@@ -35,10 +36,10 @@ from gluefl.randomness import stream
 from gluefl.storage.journal import Journal, Line
 from gluefl.strategies.gluefl import GlueFL
 from gluefl.strategies.hooks import Hook
+from gluefl.strategies.registry import row_of
 
 RETURN_S = 60.0  # how long a resumed run waits for its nodes to come back
 SHORTEST_TTL_S = 60.0
-ACCURACIES = ("accuracy", "eval_acc", "acc")  # the names under which apps report it
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -55,6 +56,8 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         strategy: strategies.Strategy | None = None,
         *,
         server: Optimizer | None = None,
+        averaging: Averaging | None = None,  # None, as for `initial`: what goes with the strategy
+        initial: Initial | None = None,  # whether nodes know version 0 (`GlueFLMod(initial=…)`) or download the model
         hooks: Iterable[Hook] = (),  # on the sum of the updates; those on a node's update are given to `GlueFLMod`
         seed: int = 1,
         out: str | Path | None = None,  # journal and checkpoints; a run that it holds goes on
@@ -67,6 +70,8 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         configrecord_key: str = "config",
     ) -> None:
         self.sampler, self.strategy, self.server = sampler, strategy or GlueFL(), server or Server()
+        row = row_of(self.strategy)
+        self.averaging, self.initial = averaging or Averaging(row.average), initial or row.initial
         self.hooks, self.seed, self.out = tuple(hooks), seed, Path(out) if out is not None else None
         self.statistics, self.fraction_evaluate = statistics, fraction_evaluate
         self.min_available_nodes, self.wait_for_nodes_s = min_available_nodes, wait_for_nodes_s
@@ -114,7 +119,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
                 if (metrics := evaluate(session.state.round, result.arrays)) is not None:
                     result.evaluate_metrics_serverapp[session.state.round] = metrics
                     log(INFO, "\t└──> Global evaluation: %s", metrics)
-                    self._line["accuracy"] = _accuracy(metrics)
+                    self._line["accuracy"] = accuracy(metrics)
                 self._line["wall_s"] = time.perf_counter() - began
                 session.save(self._line)
                 # The version is on disk now, so that nodes may be sent it.
@@ -143,7 +148,9 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             weights=weights,
             statistics=statistics,
             optimizer=self.server,
+            averaging=self.averaging,
             hooks=self.hooks,
+            initial=self.initial,
         )
         store = self._simulation_store() if simulated else None
         self.session = open_session(core, nodes, table, self.out, store, saved)
@@ -245,7 +252,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             sent={ids[client]: Sent(client, outbox.round, version, session.hashes[version]) for client in made},
             expected=session.core.expected(wire.UPLOAD, shared) if is_training else None,
             outstanding=self._outstanding,
-            resend=outbox.whole_model,
+            resend=outbox.again,
         )
         return self._exchange, [message for _, message in made.values()]
 
@@ -274,15 +281,4 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         return self._exchange
 
     def _metrics(self, exchange: Exchange) -> MetricRecord | None:
-        contents = [exchange.replies[client].content for client in sorted(exchange.replies)]
-        records = [RecordDict(dict(content.metric_records)) for content in contents if content.metric_records]
-        try:
-            return aggregate_metricrecords(records, self.weighted_by_key) if records else None
-        except Exception as error:  # metrics are informative: whatever a node put into them, the round counts
-            log(WARNING, "The metrics of the nodes cannot be averaged: %s: %s", type(error).__name__, error)
-            return None
-
-
-def _accuracy(metrics: MetricRecord) -> float | None:
-    value = next((metrics[name] for name in ACCURACIES if name in metrics), None)
-    return float(value) if isinstance(value, int | float) else None
+        return mean_metrics([exchange.replies[client] for client in sorted(exchange.replies)], self.weighted_by_key)

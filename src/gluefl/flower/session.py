@@ -3,10 +3,13 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
 
+from gluefl import wire
 from gluefl.core.records import Played, record
 from gluefl.core.replica import Replica, remembered_hash
 from gluefl.core.sampling import Group
@@ -14,6 +17,7 @@ from gluefl.core.server import Aggregate, Closed, Core, State, aggregate, publis
 from gluefl.errors import GlueFLError
 from gluefl.flower.arrays import Table
 from gluefl.flower.exchange import Exchange
+from gluefl.flower.messages import to_array
 from gluefl.flower.node_store import NodeStore
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.replies import Received
@@ -22,7 +26,7 @@ from gluefl.randomness import stream
 from gluefl.storage import checkpoint
 from gluefl.storage.journal import Journal, Line
 from gluefl.strategies import Upload
-from gluefl.vectors.sparse import Sparse
+from gluefl.vectors.sparse import Sparse, whole
 
 WAIT_S = 1.0  # between two attempts to invite, while no node is connected
 MOST_WAITS = 10_000
@@ -51,11 +55,17 @@ class Session:
     store: Path | None = None  # in a simulation, where nodes find the newest version
     accepted: dict[int, tuple[int, str]] = field(default_factory=dict)  # client → round and digest of its last used one
     hashes: dict[int, bytes] = field(default_factory=dict)  # of every version
+    version_0: Array | None = None  # as a message, where packages refer to it: for nodes that do not know it
 
     @property
     def arrays(self) -> ArrayRecord:
-        """The newest version of the model."""
-        return self.table.arrays(self.state.weights, self.state.statistics)
+        """The model to evaluate and to hand over: the newest version, or the average over versions."""
+        return self.table.arrays(*self.state.model)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same for the run to go on."""
+        return settings_of(self.core)
 
     def invite(self, round: int) -> Invitation:
         """Draw the clients of a round from the connected nodes; while there is none, wait."""
@@ -130,8 +140,7 @@ class Session:
         """Journal first, then the nodes, then the state: a server that is killed at any moment can go on."""
         self.journal.append(line)
         if self.folder is not None:
-            settings = settings_of(self.core)
-            Saved(self.core.run, settings, self.nodes.places, self.accepted, self.hashes).write(self.folder)
+            Saved(self.core.run, self.settings, self.nodes.places, self.accepted, self.hashes).write(self.folder)
             checkpoint.save(self.folder / "checkpoint", self.state)
 
 
@@ -150,10 +159,27 @@ def open_session(
         checkpoint.check(state)
         folder.mkdir(parents=True, exist_ok=True)
         if saved is not None:
-            saved.check(core, folder)
+            saved.check(session.settings, folder)
             _restore(session, folder, saved)
     session.publish_version()
+    if core.initial == "known":
+        _publish_version_0(session)
     return session
+
+
+def _publish_version_0(session: Session) -> None:
+    """Keep version 0 as a message, where packages refer to it; a simulation writes it where its nodes find it."""
+    core, layout = session.core, session.core.layout
+    vector, codec = core.first[1], core.traits.package_codec
+    weights, statistics = core.parts(vector, core.statistics)
+    session.hashes.setdefault(0, wire.replica_hash(weights, statistics))
+    if session.store is not None:
+        NodeStore(session.store).write_origin(Replica(weights, statistics, 0), session.table)
+    if core.origin is not None:
+        shared = wire.Shared(core.space.mask(False))
+        body = wire.encode_body(wire.Body(whole(vector), statistics[:0], shared, True, codec))
+        head = wire.Header(wire.PACKAGE, core.run, layout.fingerprint, 0, None, 0, hash=session.hashes[0])
+        session.version_0 = to_array(wire.encode(head, body, layout.size, layout.statistics_size, codec))
 
 
 def _restore(session: Session, folder: Path, saved: Saved) -> None:

@@ -10,9 +10,8 @@ from gluefl import models, populations
 from gluefl.clients.evaluation import METRICS
 from gluefl.clients.rules import LocalSGD
 from gluefl.config import Config, to_toml
-from gluefl.config.tables import part, sampler
+from gluefl.config.tables import part, sampler, server_optimizer, strategy_of
 from gluefl.core.averaging import Averaging
-from gluefl.core.optimizer import Server
 from gluefl.core.sampling import Sampler
 from gluefl.fleet import Arrivals, Devices, Fleet, Instant
 from gluefl.simulation.run import Result, train
@@ -33,13 +32,13 @@ def run(config: Config, options: Options) -> Result:
     return train(
         build_model(config, population.classes, population.shape),
         population,
-        config.strategy.build(),
+        strategy_of(config.strategy, config.wire),
         sampler=build_sampler(config),
         rounds=config.rounds,
         setting=Setting(
             seed=config.seed,
             training=part(LocalSGD, config.training),
-            server=part(Server, config.server),
+            server=server_optimizer(config.server),
             averaging=Averaging(config.server.average),
             importance=config.sampling.importance,
             devices=build_devices(config, population.clients),

@@ -41,7 +41,7 @@ from gluefl.simulation.settings import Callback, Evaluation, Options, Setting
 from gluefl.storage import checkpoint
 from gluefl.storage.journal import Journal, Line, reached_round, summarise
 from gluefl.strategies import Space, Strategy
-from gluefl.strategies.registry import row_of
+from gluefl.strategies.registry import name_of, row_of
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import whole
 
@@ -262,7 +262,7 @@ def _summary(sim: Simulation, journal: Journal, setting: Setting) -> dict[str, A
     totals = summarise(journal.lines, evaluation.target, evaluation.average, wire.measure(everything))
     trainer = getattr(sim.engine, "trainer", sim.engine)
     return {
-        "strategy": type(core.strategy).__name__.lower(),
+        "strategy": name_of(core.strategy),
         "seed": core.seed,
         "parameters": core.space.size,
         **totals,

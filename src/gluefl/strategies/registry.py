@@ -5,6 +5,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from gluefl.strategies.apf import APF
+from gluefl.strategies.coded import Coded
 from gluefl.strategies.fedavg import FedAvg
 from gluefl.strategies.gluefl import GlueFL
 from gluefl.strategies.lean import Lean
@@ -37,4 +38,12 @@ STRATEGIES: dict[str, Any] = {name: row.kind for name, row in ROWS.items()}
 
 def row_of(strategy: Any) -> Row:
     """What is used with a strategy; with one of another kind, what is used with FedAvg."""
-    return next((row for row in ROWS.values() if row.kind is type(strategy)), ROWS["fedavg"])
+    kind = type(strategy.strategy if isinstance(strategy, Coded) else strategy)
+    return next((row for row in ROWS.values() if row.kind is kind), ROWS["fedavg"])
+
+
+def name_of(strategy: Any) -> str:
+    """A strategy in summaries: "gluefl", "fedavg (int8 down, rotated up)"."""
+    if isinstance(strategy, Coded):
+        return f"{name_of(strategy.strategy)} ({strategy.package} down, {strategy.upload} up)"
+    return type(strategy).__name__.lower()

@@ -28,7 +28,7 @@ class Segments:
 
     @cached_property
     def _sizes(self) -> Tensor:
-        return torch.tensor(self.sizes, dtype=torch.long, device=self.device)
+        return torch.tensor(self.sizes, dtype=torch.long, device=self.device)  # also of no tensors
 
     @cached_property
     def _index(self) -> Tensor:

@@ -60,6 +60,46 @@ class Float32:
 
 
 FLOAT32 = Float32()
+LARGEST_HALF = 65504.0
+
+
+class Float16:
+    """Two bytes a value: IEEE 754 half precision, little-endian. `halved` rounds values to those that it represents."""
+
+    code = 1
+
+    def measure(self, update: Sparse) -> Callable[[], int]:
+        """Two bytes a value."""
+        support = update.support
+        return lambda: 2 * support.count
+
+    def longest(self, size: int) -> int:
+        """Two bytes a value."""
+        return 2 * size
+
+    def encode(self, update: Sparse) -> bytes:
+        """The values, which must be representable."""
+        values = update.values.detach().cpu()
+        halves = values.half()
+        if not torch.equal(halves.float().nan_to_num(), values.nan_to_num()):
+            raise ValueError("values that are not representable as float16 were given; round them with halved")
+        return halves.numpy().astype("<f2", copy=False).tobytes()
+
+    def decode(self, data: memoryview, positions: Tensor) -> Tensor:
+        """The values, exactly."""
+        count = positions.numel()
+        if len(data) != 2 * count:
+            raise WireError(f"{count} values take {2 * count} bytes, {len(data)} were found")
+        return torch.from_numpy(np.frombuffer(data, "<f2").astype(np.float32))
+
+
+FLOAT16 = Float16()
+
+
+def halved(values: Tensor) -> Tensor:
+    """The nearest values that float16 represents; what is too large becomes its largest, what is not finite stays."""
+    near = values.clamp(-LARGEST_HALF, LARGEST_HALF).half().float()
+    return torch.where(torch.isfinite(values), near, values)
 
 
 def float_bytes(values: Tensor) -> bytes:

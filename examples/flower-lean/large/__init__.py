@@ -1,0 +1,1 @@
+"""A Flower app with a network of five million weights."""
