@@ -1,16 +1,48 @@
 """The benchmarks: what they watch is the round that everybody plays."""
 
+import json
+import os
 import time
 
+import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from federations import simulation
 from gluefl import GlueFL, Sticky
+from gluefl.cli import main
+from gluefl.experiments.bench.commands import STRATEGIES
 from gluefl.experiments.bench.profile import Marks, Stopwatch, idle_by_part, watched
 from gluefl.fleet import Fleet
 from gluefl.simulation.round import play
+from gluefl.strategies.registry import ROWS
+
+
+@pytest.fixture
+def all_cores():
+    """A benchmark restricts its process to some cores: undo it."""
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    yield
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "lean"])
+def test_a_round_of_any_strategy_is_measured_in_turns_with_one_of_fedavg(strategy, all_cores) -> None:
+    options = ["--strategy", strategy, "--model", "small_cnn", "--clients", "60", "--cohort", "5", "--rounds", "2"]
+    done = CliRunner().invoke(main, ["bench", "round", *options, "--json"], catch_exceptions=False)
+    result = json.loads(done.stdout)
+    assert result["strategy"] == strategy and result["parameters"] > 100_000
+    assert result["ratio"] == result["round_s"] / result["training_s"] > 0
+    assert ("ratio_to_fedavg" in result) == (strategy != "fedavg")
+    if strategy != "fedavg":
+        assert result["ratio_to_fedavg"] == result["round_s"] / result["fedavg_round_s"]
+
+
+def test_every_strategy_can_be_measured() -> None:
+    assert list(STRATEGIES) == list(ROWS)
 
 
 def test_a_watched_round_is_the_same_round_and_all_its_parts_are_seen() -> None:

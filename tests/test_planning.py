@@ -17,7 +17,7 @@ from gluefl.core.ledger import Ledger
 from gluefl.core.sampling import Pool
 from gluefl.errors import UsageError
 from gluefl.experiments.report.tradeoff import draw
-from gluefl.experiments.theory.planning import read_options
+from gluefl.experiments.theory.options import read_options
 from gluefl.experiments.theory.propositions import (
     horizon,
     mean_return_rounds,

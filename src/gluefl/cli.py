@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import click
 from gluefl import __version__
 from gluefl.errors import GlueFLError
 from gluefl.experiments.bench.commands import bench
+from gluefl.experiments.theory.commands import plan
 
 
 class Program(click.Group):
@@ -46,6 +46,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(plan)
 
 
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,41 +173,6 @@ def study(
     out = out or commands.default_out(name, resume)
     outcome = conduct(chosen, choice, out, WorkerProcesses(device, jobs), resume, reuse, at)
     commands.show_study(outcome, out, as_json, markdown)
-
-
-@main.command()
-@click.option("--clients", type=int, required=True, help="N, the number of clients.")
-@click.option("--cohort", type=int, required=True, help="K, the number of clients that a round uses.")
-@click.option("--sticky-size", type=int, help="S; chosen if not given.")
-@click.option("--sticky-cohort", type=int, help="C; chosen if not given.")
-@click.option("--rounds", default=1000, show_default=True, help="Rounds over which the download is averaged.")
-@click.option("--q", default=0.2, show_default=True)
-@click.option("--q-shared", default=0.16, show_default=True)
-@click.option("--regenerate-every", default="10", show_default=True, help="I; a number of rounds, or never.")
-@click.option("--over-commitment", default=1.0, show_default=True)
-@click.option("--parameters", type=int, help="d, for bytes; with --network, for seconds too.")
-@click.option("--network", help="edge, 5g or cloud.")
-@click.option("--staleness-cost", help="Shares downloaded after 1,2,… rounds (0.23,0.28,…), or a run's folder.")
-@click.option("--variance-exponent", type=float, help="x, where the rounds to a target grow like A^x.")
-@click.option("--online-share", type=float, help="The lowest share of the clients that is online.")
-@click.option("--figure", type=click.Path(path_type=Path), help="Draw the trade-off into this file (.svg, .png, .pdf).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
-def plan(clients: int, cohort: int, figure: Path | None, as_json: bool, **options: Any) -> None:
-    """Predict the effect of sticky sampling without training, and choose its sizes."""
-    from gluefl.experiments.theory import planning
-
-    result = planning.plan(clients, cohort, **planning.read_options(options))
-    if figure is not None:
-        from gluefl.experiments.report.tradeoff import draw
-
-        draw(result, figure)
-    if as_json:
-        click.echo(json.dumps(result.as_json()))
-        return
-    from gluefl.experiments.console import console, plan_tables
-
-    for part in plan_tables(result):
-        console().print(part)
 
 
 @main.command()

@@ -1,9 +1,13 @@
 """`gluefl bench`: the benchmarks on the command line."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
+
+STRATEGIES = ("fedavg", "stc", "apf", "gluefl", "lean")  # of the registry, which would import torch
 
 
 @click.group()
@@ -24,36 +28,46 @@ def bench_cohort(rounds: int, cores: int, device: str, trainer: str, as_json: bo
     _show(measure(rounds, cores, device, trainer), as_json)
 
 
+def of_a_round(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of the commands that play whole rounds: the fields of `Work`."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output."),
+        click.option("--cohort", default=30, show_default=True, help="K, clients that a round uses."),
+        click.option("--clients", default=2800, show_default=True, help="N, clients of the population."),
+        click.option("--model", default="", help="Any model by its name; by default the LEAF CNN."),
+        click.option("--strategy", type=click.Choice(STRATEGIES), default="gluefl", show_default=True),
+        click.option("--device", default="cpu", show_default=True),
+        click.option("--cores", default=1, show_default=True, help="CPU cores to use."),
+    ):
+        command = option(command)
+    return command
+
+
+over_commitment = partial(click.option, "--over-commitment", show_default=True, help="Invited clients per used client.")
+
+
 @bench.command("round")
 @click.option("--rounds", default=7, show_default=True)
-@click.option("--cores", default=1, show_default=True, help="CPU cores to use.")
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--model", "model_name", default="", help="Any model by its name; by default the LEAF CNN.")
-@click.option("--over-commitment", default=1.0, show_default=True, help="Invited clients per client that is used.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
-def bench_round(rounds: int, cores: int, device: str, model_name: str, over_commitment: float, as_json: bool) -> None:
-    """A whole GlueFL round against its training part."""
+@over_commitment(default=1.0)
+@of_a_round
+def bench_round(rounds: int, cores: int, as_json: bool, **work: Any) -> None:
+    """A whole round of a strategy against its training part and against FedAvg's round."""
     from gluefl.experiments.bench.round import Work, measure
 
-    _show(measure(Work(device, model_name, over_commitment), rounds, cores), as_json)
+    _show(measure(Work(**work), rounds, cores), as_json)
 
 
 @bench.command("profile")
 @click.option("--rounds", default=20, show_default=True)
-@click.option("--cores", default=1, show_default=True, help="CPU cores to use.")
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--model", "model_name", default="", help="Any model by its name; by default the LEAF CNN.")
-@click.option("--over-commitment", default=1.3, show_default=True, help="Invited clients per client that is used.")
+@over_commitment(default=1.3)
 @click.option("--network", type=click.Choice(["edge", "5g", "cloud", "instant"]), default="edge", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
-def bench_profile(
-    rounds: int, cores: int, device: str, model_name: str, over_commitment: float, network: str, as_json: bool
-) -> None:
-    """The time of a whole GlueFL round by step; on a GPU also by kernel."""
+@of_a_round
+def bench_profile(rounds: int, cores: int, network: str, as_json: bool, **work: Any) -> None:
+    """The time of a whole round by step; on a GPU also by kernel."""
     from gluefl.experiments.bench.profile import measure
     from gluefl.experiments.bench.round import Work
 
-    _show(measure(Work(device, model_name, over_commitment), rounds, cores, network), as_json)
+    _show(measure(Work(**work), rounds, cores, network), as_json)
 
 
 @bench.command("models")

@@ -3,17 +3,17 @@
 docs/planning.md derives it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
 from gluefl.core.sampling import Sticky, Uniform
 from gluefl.errors import UsageError
-from gluefl.experiments.runs import JOURNAL, read_run
+from gluefl.experiments.theory.assumptions import planned
+from gluefl.experiments.theory.lean_plan import LeanPlan
 from gluefl.experiments.theory.propositions import (
     horizon,
     mean_return_rounds,
@@ -25,7 +25,6 @@ from gluefl.experiments.theory.staleness import (
     Floats,
     download_share,
     in_bytes,
-    measured_share,
     missing_share,
     staleness,
 )
@@ -170,18 +169,61 @@ class Scenario:
         return float(np.quantile(seconds, 0.5)), float(np.quantile(seconds, 0.9))
 
 
+@overload
 def plan(
-    clients: int, cohort: int, sticky_size: int | None = None, sticky_cohort: int | None = None, **assumptions: Any
+    clients: int,
+    cohort: int | None = None,
+    sticky_size: int | None = None,
+    sticky_cohort: int | None = None,
+    *,
+    strategy: Literal["gluefl"] = "gluefl",
+    **assumptions: Any,
 ) -> Plan:
+    """A plan for GlueFL, which needs the cohort."""
+
+
+@overload
+def plan(
+    clients: int,
+    cohort: int | None = None,
+    sticky_size: int | None = None,
+    sticky_cohort: int | None = None,
+    *,
+    strategy: Literal["lean"],
+    **assumptions: Any,
+) -> LeanPlan:
+    """A plan for lean."""
+
+
+def plan(
+    clients: int,
+    cohort: int | None = None,
+    sticky_size: int | None = None,
+    sticky_cohort: int | None = None,
+    *,
+    strategy: Literal["gluefl", "lean"] = "gluefl",
+    **assumptions: Any,
+) -> Plan | LeanPlan:
     """The expected effect of these sizes, computed without training; sizes that are not given are chosen.
 
-    `assumptions` are the other fields of `Scenario`: rounds, q, q_shared, regenerate_every, over_commitment,
-    parameters, network, staleness_cost, variance_exponent, online_share.
+    For GlueFL, `assumptions` are the other fields of `Scenario`: rounds, q, q_shared, regenerate_every,
+    over_commitment, parameters, network, staleness_cost, variance_exponent, online_share. For lean they are model (a
+    name) or parameters, statistics and tensors; run (a folder) or the fields of `Movement`; step, upload_share; and
+    the other fields of `LeanScenario`.
 
     >>> plan(2800, 30, 120, 24).variance_factor
     4.576...
+    >>> plan(2800, strategy="lean", model="shufflenet_v2_x2_0", network="edge").recommended
     """
-    scenario = Scenario(clients, cohort, **assumptions)
+    if strategy == "lean":
+        return planned(clients, (cohort, sticky_size, sticky_cohort), assumptions)
+    if cohort is None:
+        raise UsageError("a plan for GlueFL needs the cohort K; one for lean chooses it.")
+    return _plan_gluefl(Scenario(clients, cohort, **assumptions), sticky_size, sticky_cohort)
+
+
+def _plan_gluefl(scenario: Scenario, sticky_size: int | None, sticky_cohort: int | None) -> Plan:
+    clients, cohort = scenario.clients, scenario.cohort
     pair = (sticky_size, sticky_cohort) if sticky_size is not None and sticky_cohort is not None else None
     given = (sticky_size, sticky_cohort) if pair is None else (None, None)  # a given pair is compared with all others
     ranked = sorted((scenario.candidate(*sizes) for sizes in scenario.pairs(*given)), key=lambda other: other.cost)
@@ -211,33 +253,6 @@ def plan(
         down_bytes=down_bytes,
         download_s=scenario.download_s(down_bytes),
     )
-
-
-def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `plan` from command-line options: `regenerate_every` may be "never", `staleness_cost` a list of
-    shares or a run's folder."""
-    arguments = {key: value for key, value in options.items() if value is not None}
-    if (every := arguments.get("regenerate_every")) is not None:
-        if every != "never" and not str(every).isdigit():
-            raise UsageError(f"regenerate_every = {every}: write a number of rounds, or never.")
-        arguments["regenerate_every"] = None if every == "never" else int(every)
-    if (cost := arguments.get("staleness_cost")) is not None:
-        arguments["staleness_cost"] = _read_cost(str(cost), int(arguments.get("rounds", 1000)))
-    return arguments
-
-
-def _read_cost(text: str, rounds: int) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        path = Path(text) / JOURNAL
-    if not path.exists():
-        raise UsageError(f"staleness_cost = {text}: write shares with commas, or the folder of a run.")
-    lines = read_run(path.parent).lines
-    if not lines:
-        raise UsageError(f"{path} holds no whole line.")
-    whole = max(lines[0]["clients"]["down_bytes"])  # in round 1 every client downloads the whole model
-    return [float(share) for share in measured_share(lines, whole, rounds)]
 
 
 def _reason(scenario: Scenario, chosen: Candidate, ranked: Sequence[Candidate], uniform: float) -> str:

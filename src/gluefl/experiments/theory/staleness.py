@@ -63,7 +63,7 @@ def in_bytes(missing: Floats, q_shared: float) -> Floats:
     and of the positions outside it."""
     rest = 1 - q_shared
     outside = np.clip((missing - q_shared) / rest, 0, 1)
-    return missing + (rest * _entropy(outside) + _entropy(np.array(q_shared))) / 32
+    return missing + (rest * entropy(outside) + entropy(np.array(q_shared))) / 32
 
 
 def download_share(stale: Floats, missing: Floats, whole: float = 1.0) -> float:
@@ -89,14 +89,15 @@ def measured_share(lines: Sequence[dict[str, Any]], model_bytes: int, rounds: in
     return np.interp(np.arange(1, rounds + 1), ages, [math.fsum(sums[a]) / len(sums[a]) for a in ages])
 
 
+def entropy(chance: Floats) -> Floats:
+    """Bits per entry of a random set that holds this share of the entries."""
+    p = np.clip(chance, 1e-12, 1 - 1e-12)
+    return -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
+
+
 def _odds(chance: float) -> float:
     return chance / (1 - chance) if chance < 1 else math.inf
 
 
 def _chance(odds: Floats) -> Floats:
     return 1 - 1 / (1 + odds)
-
-
-def _entropy(chance: Floats) -> Floats:
-    p = np.clip(chance, 1e-12, 1 - 1e-12)
-    return -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
