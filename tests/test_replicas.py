@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from federations import LAYOUT, RUN, Engine, Unreliable, delivered, measured, simulation
-from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform, wire
+from gluefl import APF, STC, FedAvg, GlueFL, Lean, Sticky, Uniform, wire
 from gluefl.core.replica import Replica
 from gluefl.errors import WireError
 from gluefl.simulation.channel import Encoded
@@ -18,6 +18,7 @@ from gluefl.vectors.sparse import Listed, whole
 CLIENTS = 40
 EXPECTED = wire.Expected(RUN, LAYOUT.fingerprint, LAYOUT.size, LAYOUT.statistics_size, wire.PACKAGE)
 STRATEGIES = [FedAvg(), STC(), APF(0.3, 2, 0.5), GlueFL(), GlueFL(0.3, 0.1, 3, "plain", "tensor")]
+AND_LEAN = [*STRATEGIES, Lean(upload_block=64)]  # whose messages and statistics differ: see `test_lean.py`
 SAMPLERS = [Uniform(5, over_commitment=1.6), Sticky(6, 10, 4, over_commitment=1.5)]
 
 
@@ -82,7 +83,7 @@ def test_a_late_client_that_was_told_to_stop_keeps_its_version() -> None:
     assert stopped
 
 
-@pytest.mark.parametrize("strategy", [GlueFL(), STC(compensation="plain"), APF(0.3, 2, 0.5)], ids=repr)
+@pytest.mark.parametrize("strategy", [GlueFL(), STC(compensation="plain"), APF(0.3, 2, 0.5), AND_LEAN[-1]], ids=repr)
 def test_a_round_in_which_nobody_arrives_changes_nothing_and_is_counted(strategy) -> None:
     devices = Unreliable(lambda client, clock_s: 1.5 if 20 < clock_s < 40 else None)
     f, state = simulation(strategy, Uniform(4), CLIENTS, devices=devices)
@@ -161,7 +162,7 @@ def test_a_missing_group_is_reported_as_biased(missing, why) -> None:
     assert record.line["used"] and "biased" in " ".join(record.line["notes"])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("strategy", AND_LEAN, ids=repr)
 def test_measuring_and_encoding_play_the_same_rounds(strategy) -> None:
     parts = {"devices": Unreliable(lose)}
     f, state = simulation(strategy, SAMPLERS[1], CLIENTS, channel=measured, **parts)
@@ -173,7 +174,7 @@ def test_measuring_and_encoding_play_the_same_rounds(strategy) -> None:
         assert torch.equal(state.weights, other.weights) and torch.equal(state.statistics, other.statistics)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("strategy", AND_LEAN, ids=repr)
 def test_the_order_in_which_clients_are_trained_changes_no_bit(strategy) -> None:
     f, state = simulation(strategy, SAMPLERS[1], CLIENTS, channel=measured)
     g, other = simulation(strategy, SAMPLERS[1], CLIENTS, channel=measured, engine=Engine(reverse=True))
@@ -194,7 +195,7 @@ def test_statistics_are_the_plain_mean_of_the_used_clients() -> None:
         assert torch.equal(state.statistics, mean)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("strategy", AND_LEAN, ids=repr)
 def test_clients_that_know_the_initial_model_download_what_changed_since(strategy) -> None:
     """Replicas follow bit for bit (the channel compares hashes), and a newcomer misses what changed since version 0."""
     parts = {"devices": Unreliable(lose), "initial": "known"}

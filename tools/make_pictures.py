@@ -1,4 +1,4 @@
-"""The two pictures of docs/architecture.md: the packages with their imports, and one round.
+"""The pictures of docs/architecture.md (the packages with their imports, one round) and of docs/lean.md.
 
 python tools/make_pictures.py [FOLDER]      # docs/pictures by default; --png writes PNG files beside the SVG files
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
+import torch
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -203,6 +204,43 @@ def one_round() -> plt.Figure:
     return figure
 
 
+def lean() -> plt.Figure:
+    """Two coordinates under lean: the latent values move, the published ones follow in steps."""
+    from gluefl.strategies import Space
+    from gluefl.strategies.lean import Lean
+
+    rounds, space = 60, Space((64,))
+    generator = torch.Generator().manual_seed(11)
+    strategy = Lean(refine_below=1e-9, coarsen_above=1.0)
+    state, _ = strategy.init(space, torch.randn(64, generator=generator))
+    step, drift = float(state.steps[0]), torch.randn(64, generator=generator)
+    latent, published = [], []
+    for round in range(rounds):
+        move = step * (0.03 * drift + 0.12 * torch.randn(64, generator=generator))
+        state, _ = strategy.aggregate(state, move, round + 1)
+        latent.append((state.latent - state.origin) / step)
+        published.append((state.published - state.origin) / step)
+    paths, grids = torch.stack(latent), torch.stack(published)
+    travelled = paths[-1].abs()
+    far, near = int(travelled.argsort()[-3]), int(grids.diff(dim=0).ne(0).sum(0).argmax())
+    figure, panels = plt.subplots(1, 2, figsize=(9.2, 3.1), sharex=True, layout="constrained")
+    titles = ("a coordinate that moves away", "one that crosses a boundary and comes back")
+    for panel, coordinate, title in zip(panels, (far, near), titles):
+        path, cells = paths[:, coordinate], grids[:, coordinate]
+        low, high = int(cells.min()) - 1, int(cells.max()) + 1
+        for cell in range(low, high + 1):
+            panel.axhline(cell, color="#d0d7de", linewidth=0.8, zorder=0)
+        panel.plot(range(1, rounds + 1), path, color="#0969da", linewidth=1.3, label="latent")
+        panel.step(range(1, rounds + 1), cells, where="post", color="#cf222e", linewidth=1.8, label="published")
+        changed = (cells.diff().ne(0).nonzero().flatten() + 2).tolist()
+        panel.plot(changed, cells[[round - 1 for round in changed]], "o", color="#cf222e", markersize=4)
+        panel.set(title=title, xlabel="round", yticks=range(low, high + 1), ylim=(low - 0.2, high + 0.2))
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("steps from version 0")
+    panels[0].legend(frameon=False, loc="best")
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent.parent / "docs" / "pictures")
@@ -210,7 +248,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(SETTINGS):
-        for name, draw in (("modules", modules), ("round", one_round)):
+        for name, draw in (("modules", modules), ("round", one_round), ("lean", lean)):
             figure = draw()
             figure.savefig(options.folder / f"{name}.svg", metadata={"Date": None})
             if options.png:

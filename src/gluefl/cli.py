@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import json
 import sys
 import time
 from collections.abc import Callable

@@ -24,7 +24,7 @@ from gluefl.parameters import (
 )
 from gluefl.storage import toml
 
-COMPARED = ("fedavg", "stc", "apf", "gluefl")  # where `[compare]` names none
+COMPARED = ("fedavg", "stc", "apf", "gluefl", "lean")  # where `[compare]` names none
 
 
 def _derived(table: str) -> PlainValidator:
@@ -181,7 +181,8 @@ def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Conf
 def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[str, Config]:
     """The runs of a comparison by label. A label names a strategy unless its table says which one it runs.
 
-    A `[strategy]` parameter on top applies to every strategy that has it, and to one at least.
+    A `[strategy]` parameter on top applies to every strategy that has it, and to one at least. How clients come to
+    version 0 is the same for all runs that do not say it: known, if that goes with one of the strategies.
     """
     from gluefl.config.tables import parameters_of
     from gluefl.strategies.registry import ROWS
@@ -198,10 +199,13 @@ def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[
     base = {key: value for key, value in raw.items() if key != "compare"}
     shared = dict(base.pop("strategy", {}))
     shared.pop("name", None)
-    result, taken = {}, set[str]()
+    result, taken, strategies = {}, set[str](), dict[str, str]()
     for label in labels:
+        strategies[label] = compare.get(label, {}).get("strategy", {}).get("name", label)
+    if any(name in ROWS and ROWS[name].initial == "known" for name in strategies.values()):
+        base = merged({"wire": {"initial": "known"}}, base)
+    for label, name in strategies.items():
         own = compare.get(label, {})
-        name = own.get("strategy", {}).get("name", label)
         if name not in ROWS:
             raise UsageError(
                 f"compare: '{label}' is no strategy{_meant(label, ROWS)}; a label of your own needs "

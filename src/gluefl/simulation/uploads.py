@@ -11,7 +11,7 @@ from gluefl import wire
 from gluefl.clients.cohort import Outcome
 from gluefl.core.sampling import Group, nominal_weights
 from gluefl.core.server import State
-from gluefl.errors import Diverged, UsageError
+from gluefl.errors import Diverged, UsageError, WireError
 from gluefl.randomness import stream
 from gluefl.simulation.parts import Simulation
 from gluefl.strategies import Task, Upload
@@ -122,7 +122,13 @@ def _received(
             weight=nominal[client],
             samples=sim.engine.work(client),
         )
-        received = sim.channel.receive(header, losses[client], bodies[client], encodings[client])
+        try:
+            received = sim.channel.receive(header, losses[client], bodies[client], encodings[client])
+        except WireError as error:
+            if bodies[client].update.finite():
+                raise
+            message = f"round {header.round}: the update of client {client} is not finite. {DIVERGED}"
+            raise Diverged(message) from error
         uploads.append(Upload(client, actual[client], received.update, received.statistics, core.seed))
     return uploads
 

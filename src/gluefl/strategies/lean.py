@@ -33,6 +33,7 @@ PENDING_ROUNDS = 20  # over which the coordinates of a refined tensor are publis
 STATISTICS_HYSTERESIS = 0.75  # they are measured anew in every round, with noise
 MEAN_CELLS = 2**12  # of version 0: in the largest mean of a tensor, about
 MOST_CELLS = 2**20  # steps in the largest weight of a tensor: sums of grid values stay exact in float32
+MOST_REFINED = 2**12  # times, of a step that was taken from a first update
 NEVER = float("inf")  # a step that nothing crosses
 
 
@@ -104,29 +105,29 @@ class Lean:
         return Traits(uploads, CellBodies(cells), "sum", "everything")
 
     def init(self, space: Space, initial: Tensor) -> tuple[LeanState, Tensor]:
-        """Version 0: weights on a grid finer than the first steps, variances on the logarithmic grid."""
-        weights, statistics = initial[: space.size], initial[space.size :]
-        spreads, largest = (numbers.to(space.device) for numbers in grid.spreads(weights, space.tensors))
-        means = grid.spreads(statistics, space.statistics_segments.sizes)[1].to(space.device)
+        """Version 0: weights on a grid finer than the first steps, means on one, variances on the logarithmic grid."""
+        segments, moving = space.segments_of_all, _weights(space)
+        spreads, largest = (numbers.to(space.device) for numbers in grid.spreads(initial, segments.sizes))
+        finest = 2 * grid.power_of_two(largest / MOST_CELLS)
+        spreads = torch.where(moving, spreads, 0.0)
         steps = grid.power_of_two(spreads * self.step)
+        steps = torch.where(steps > 0, steps.maximum(finest), 0.0)
         first = torch.where(steps > 0, steps, grid.power_of_two(largest) / 256)  # of a constant: eight bits
-        fine = torch.where(first > 0, first / self.origin_cells, 1.0)
-        weights = grid.on_grid(weights, space.weights_segments.spread(fine))
-        fine = torch.where(means > 0, grid.power_of_two(means) / MEAN_CELLS, 1.0)
-        linear = grid.on_grid(statistics, space.statistics_segments.spread(fine))
-        statistics = torch.where(space.variances, grid.logarithmic(statistics.clamp(min=0)), linear)
-        origin = torch.cat([weights, statistics])
-        none = torch.full((len(space.statistics),), NEVER, device=space.device)
+        fine = torch.where(moving, first / self.origin_cells, grid.power_of_two(largest) / MEAN_CELLS)
+        whole_numbers = torch.tensor([factor == 0 for factor in self._factors(space)], device=space.device)
+        origin = grid.on_grid(initial, segments.spread(torch.where((fine == 0) | whole_numbers, 1.0, fine)))
+        statistics = torch.where(space.variances, grid.logarithmic(initial[space.size :]), origin[space.size :])
+        origin = torch.cat([origin[: space.size], statistics])
         state = LeanState(
             space,
             latent=initial,
             published=origin,
             origin=origin,
-            steps=torch.cat([torch.where(steps > 0, steps, NEVER), none]),
-            finest=2 * grid.power_of_two(torch.cat([largest, means]) / MOST_CELLS),
-            coarsest=torch.cat([grid.power_of_two(spreads * self.coarsest), 0 * none.nan_to_num()]),
-            slack=torch.cat([torch.full_like(steps, self.hysteresis), torch.full_like(none, STATISTICS_HYSTERESIS)]),
-            shares=torch.full_like(torch.cat([steps, none]), (self.refine_below * self.coarsen_above) ** 0.5),
+            steps=torch.where(steps > 0, steps, NEVER),
+            finest=finest,
+            coarsest=grid.power_of_two(spreads * self.coarsest),
+            slack=torch.where(moving, self.hysteresis, STATISTICS_HYSTERESIS),
+            shares=torch.full_like(steps, (self.refine_below * self.coarsen_above) ** 0.5),
         )
         return state, origin
 
@@ -158,30 +159,37 @@ class Lean:
         space, segments, old = state.space, state.space.segments_of_all, state.published
         # A statistic is measured anew in every round: what its rounding left out is not carried over.
         latent = torch.cat([state.latent[: space.size], old[space.size :]]) + total
-        steps = torch.where(state.steps < NEVER, state.steps, self._first_steps(state, total))
+        steps, finest = self._first_steps(state, total)
         widths = segments.spread(steps)
         target, distance = grid.nearest(latent, state.origin, widths), (latent - old).abs() / widths
         target, distance = _with_variances(space, latent, old, target, distance)
-        changes = (distance > segments.spread(state.slack)) & (target != old)
+        changes = ~(distance <= segments.spread(state.slack)) & (target != old)  # also what is not finite
         published = torch.where(changes, target, old)
-        state = replace(state, latent=latent, published=published, steps=steps)
-        return self._controlled(state, segments.means(changes)), part_of(published - old, Mask(changes))
+        state = replace(state, latent=latent, published=published, steps=steps, finest=finest)
+        update = _exact_change(state, old, Mask(changes))
+        return self._controlled(state, segments.means(changes)), update
 
-    def _first_steps(self, state: LeanState, total: Tensor) -> Tensor:
-        """Steps from how far tensors move in their first update; `NEVER` where they do not."""
-        space = state.space
-        of_statistics = [self.step_of_statistics if one.kind == "mean" else 0.0 for one in space.statistics]
-        factors = torch.tensor([self.step_of_first_update] * len(space.tensors) + of_statistics, device=total.device)
+    def _first_steps(self, state: LeanState, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Steps, and the smallest ones. A tensor that has none takes it from how far it moves in its first update."""
+        space, lacks = state.space, state.steps == NEVER
+        factors = torch.tensor(self._factors(space), device=total.device)
         steps = grid.power_of_two(factors * space.segments_of_all.means(total.square()).sqrt())
-        return torch.where(steps > 0, steps.maximum(state.finest), NEVER)
+        starts, steps = lacks & (steps > 0), steps.maximum(state.finest)
+        finest = torch.where(starts, state.finest.maximum(steps / MOST_REFINED), state.finest)
+        return torch.where(lacks, torch.where(starts, steps, NEVER), state.steps), finest
+
+    def _factors(self, space: Space) -> list[float]:
+        """By tensor: the first step in rms of the first update; 0 for variances and counters, which have no step."""
+        of_statistics = [self.step_of_statistics if one.kind == "mean" else 0.0 for one in space.statistics]
+        return [self.step_of_first_update] * len(space.tensors) + of_statistics
 
     def _controlled(self, state: LeanState, changed: Tensor) -> LeanState:
         """Rate control: steps follow the share of coordinates that changed. A refined tensor is published over
         several rounds, so that no round is flooded."""
-        shares = SMOOTHING * state.shares + (1 - SMOOTHING) * changed
+        weights, has_step = _weights(state.space), state.steps < NEVER
+        shares = torch.where(has_step, SMOOTHING * state.shares + (1 - SMOOTHING) * changed, state.shares)
         sizes = torch.tensor(state.space.tensors, device=shares.device)
         changed_of_all = (shares[: len(sizes)] * sizes).sum() / sizes.sum()
-        weights = torch.arange(len(shares), device=shares.device) < len(state.space.tensors)
         settled = weights & (state.slack <= self.hysteresis)
         finer = settled & (shares < self.refine_below) & (state.steps / 2 >= state.finest)
         large = changed_of_all > self.coarsen_above
@@ -196,12 +204,32 @@ class Lean:
         )
 
 
+def _weights(space: Space) -> Tensor:
+    """Which of the tensors are weights."""
+    return torch.arange(len(space.segments_of_all.sizes), device=space.device) < len(space.tensors)
+
+
+def _exact_change(state: LeanState, old: Tensor, changes: Mask) -> Sparse:
+    """What is published minus what was; NaN where a sum with it or a difference to version 0 would be rounded: weights
+    that are so many steps large have diverged."""
+    space, published = state.space, state.published
+    places = slice(None) if published.is_cuda else changes.positions  # listing positions synchronises with a GPU
+    logarithmic = torch.cat([space.variances.new_zeros(space.size), space.variances])  # they have no difference
+    update = published - old
+    new, origin, change = published[places], state.origin[places], update[places]
+    moved = new - origin
+    exact = (origin + moved == new) & (new - moved == origin) | logarithmic[places]
+    update[places] = torch.where(exact & (old[places] + change == new), change, torch.nan)
+    return part_of(update, changes)
+
+
 def _with_variances(
     space: Space, latent: Tensor, old: Tensor, target: Tensor, distance: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Targets and distances, with those of variances on their logarithmic grid: no variance is ever published as 0."""
     values, published = latent[space.size :], old[space.size :]
     values = values.clamp(published / grid.FACTOR, torch.where(published > 0, published * grid.FACTOR, NEVER))
+    values = torch.where(torch.isfinite(latent[space.size :]), values, torch.nan)
     near, away = grid.logarithmic(values), grid.logarithmic_distance(values, published).abs()
     return (
         torch.cat([target[: space.size], torch.where(space.variances, near, target[space.size :])]),

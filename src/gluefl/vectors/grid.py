@@ -15,6 +15,7 @@ from torch import Tensor
 
 MANTISSA_BITS = 3  # of the logarithmic grid
 SHIFT = 23 - MANTISSA_BITS  # the bits of a float32 that the logarithmic grid leaves out
+LEAST = 2.0**-126  # of the positive values on the logarithmic grid
 FACTOR = 2.0**16  # by which a value on the logarithmic grid may change at once: the difference stays exact
 
 
@@ -42,16 +43,16 @@ class Segments:
         return torch.repeat_interleave(numbers, self._sizes, output_size=self._ends[-1] if self.sizes else 0)
 
     def means(self, values: Tensor) -> Tensor:
-        """The mean of every tensor of a vector."""
-        if not self.sizes:
-            return torch.zeros(0, device=self.device)
+        """The mean of every tensor of a vector; 0 of an empty one."""
+        sums = torch.zeros(len(self.sizes), dtype=torch.float64, device=values.device)
         if values.is_cuda:
-            sums = torch.cumsum(values, 0, dtype=torch.float64)
-            sums = torch.diff(sums[self._sizes.cumsum(0) - 1], prepend=sums.new_zeros(1))
-        else:
-            starts = [0, *self._ends[:-1]]
-            sums = torch.from_numpy(np.add.reduceat(values.numpy(), starts, dtype=np.float64))
-        return (sums / self._sizes).float()
+            totals = torch.nn.functional.pad(torch.cumsum(values, 0, dtype=torch.float64), (1, 0))
+            sums = torch.diff(totals[self._sizes.cumsum(0)], prepend=totals[:1])
+        elif values.numel():
+            filled = np.flatnonzero(self.sizes)  # `reduceat` has no sum of nothing
+            starts = np.cumsum([0, *self.sizes])[filled]
+            sums[filled] = torch.from_numpy(np.add.reduceat(values.numpy(), starts, dtype=np.float64))
+        return (sums / self._sizes.clamp(min=1)).float()
 
     def largest(self, values: Tensor) -> Tensor:
         """The largest magnitude of every tensor of a vector."""
@@ -62,12 +63,16 @@ class Segments:
 def power_of_two(numbers: Tensor) -> Tensor:
     """The nearest power of two of positive numbers, on a logarithmic scale; 0 for 0."""
     mantissas, exponents = torch.frexp(numbers)
-    near = torch.ldexp(torch.ones_like(numbers), exponents - (mantissas < 0.5**0.5).int())
-    return torch.where(numbers > 0, near, torch.zeros_like(numbers))
+    return torch.where(numbers > 0, two_to(exponents - (mantissas < 0.5**0.5).int()), 0.0)
+
+
+def two_to(exponents: Tensor) -> Tensor:
+    """Powers of two, limited to the normal numbers of float32; `torch.ldexp` calls `pow`, which may round on a GPU."""
+    return (exponents.clamp(-126, 127) + 127 << 23).int().view(torch.float32)
 
 
 def nearest(values: Tensor, origin: Tensor, steps: Tensor) -> Tensor:
-    """The nearest value that is a whole number of steps from the origin; the origin where the step is infinite."""
+    """The nearest value that is a whole number of steps from the origin; NaN where the step is infinite."""
     return origin + torch.round((values - origin) / steps) * steps
 
 
@@ -77,9 +82,10 @@ def on_grid(values: Tensor, steps: Tensor) -> Tensor:
 
 
 def logarithmic(values: Tensor) -> Tensor:
-    """The nearest floats of `MANTISSA_BITS` bits."""
+    """The nearest floats of `MANTISSA_BITS` bits; what is positive stays positive, what is negative becomes +0."""
     bits = values.contiguous().view(torch.int32)
-    return ((bits + (1 << (SHIFT - 1))) >> SHIFT << SHIFT).view(torch.float32)
+    near = ((bits + (1 << (SHIFT - 1))) >> SHIFT << SHIFT).view(torch.float32)
+    return torch.where(values > 0, near.clamp(min=LEAST), torch.where(values <= 0, 0.0, near))
 
 
 def logarithmic_distance(values: Tensor, others: Tensor) -> Tensor:

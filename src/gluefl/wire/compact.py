@@ -4,6 +4,7 @@ They carry bodies whose codec encodes positions and values together (`BodyCodec`
 bytes, as format 2.
 """
 
+import math
 import struct
 import zlib
 
@@ -12,6 +13,7 @@ from gluefl.wire.headers import ACCEPTED, NO_VERSION, Expected, Header
 
 MAGIC = b"GL"
 FORMAT = 2
+LARGEST = (2 - 2**-23) * 2.0**127  # the largest finite float32
 # magic, format, kind, flags, codec, round, base, version, hash, weight, loss, samples; then the checksum.
 HEADER = struct.Struct("<2sBBBBIII8sffI")
 HEADER_BYTES = HEADER.size + 4
@@ -31,8 +33,8 @@ def encode(header: Header, body: bytes, size: int, statistics: int, code: int) -
         NO_VERSION if header.base is None else header.base,
         header.version,
         header.hash,
-        header.weight,
-        header.loss,
+        _float32(header.weight),
+        _float32(header.loss),
         header.samples,
     )
     checksum = _checksum(body, fields, BOTH_KNOW.pack(header.run, header.layout, size, statistics))
@@ -71,6 +73,11 @@ def read(data: bytes, expected: Expected) -> tuple[Header, memoryview]:
         samples=samples,
         accepted=bool(flags & ACCEPTED),
     ), body
+
+
+def _float32(number: float) -> float:
+    """Infinity for a number that float32 cannot hold, which `struct` refuses to pack."""
+    return number if not math.isfinite(number) or abs(number) <= LARGEST else math.copysign(math.inf, number)
 
 
 def _checksum(body: bytes | memoryview, fields: bytes, both_know: bytes) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gluefl.errors import WireError
-from gluefl.vectors.grid import Segments
+from gluefl.vectors.grid import Segments, two_to
 
 LARGEST = 448.0  # of the format E4M3: four exponent bits, three mantissa bits
 LEAST_EXPONENT, MOST_EXPONENT = -120, 110  # of a tensor's scale
@@ -16,7 +16,7 @@ NAN_BITS = 0x7F
 
 def rounded(values: Tensor, segments: Segments) -> Tensor:
     """The nearest values that these bytes can hold; what is not finite stays so."""
-    scales = _scales(values, segments)
+    scales = segments.spread(two_to(_exponents(values, segments)))
     coded = (values / scales).to(torch.float8_e4m3fn).to(torch.float32) * scales
     return torch.where(torch.isfinite(values), coded, values)
 
@@ -42,13 +42,14 @@ class Floats8:
         return len(self.sizes) + self.count
 
     def encode(self, values: Tensor) -> bytes:
-        """The bytes of values that `rounded` returned."""
+        """The bytes of values that `rounded` returned; what is not finite becomes NaN, which `decode` refuses."""
         host = values.detach().cpu()
-        scales = _scales(host, Segments(self.sizes, host.device))
-        starts = np.cumsum([0, *self.sizes])[:-1]
-        exponents = torch.frexp(scales)[1].numpy()[starts] - 1 if self.sizes else np.zeros(0)
-        coded = (host / scales).to(torch.float8_e4m3fn).view(torch.uint8)
-        return exponents.astype(np.int8).tobytes() + coded.numpy().tobytes()
+        segments = Segments(self.sizes, host.device)
+        exponents = _exponents(host, segments)
+        # A conversion to eight bits makes the largest number of infinity; the receiver must see that it is none.
+        finite = torch.where(torch.isfinite(host), host / segments.spread(two_to(exponents)), torch.nan)
+        coded = finite.to(torch.float8_e4m3fn).view(torch.uint8)
+        return exponents.numpy().astype(np.int8).tobytes() + coded.numpy().tobytes()
 
     def decode(self, data: memoryview) -> Tensor:
         """The values, exactly, or `WireError`."""
@@ -58,13 +59,13 @@ class Floats8:
         coded = torch.from_numpy(np.frombuffer(data[len(self.sizes) :], np.uint8).copy())
         if bool((coded & NAN_BITS == NAN_BITS).any()) or bool((exponents > MOST_EXPONENT).any()):
             raise WireError("a statistic is not a finite number")
-        scales = torch.repeat_interleave(torch.ldexp(torch.ones(len(self.sizes)), exponents), torch.tensor(self.sizes))
+        scales = Segments(self.sizes, coded.device).spread(torch.ldexp(torch.ones(len(self.sizes)), exponents))
         return coded.view(torch.float8_e4m3fn).to(torch.float32) * scales
 
 
-def _scales(values: Tensor, segments: Segments) -> Tensor:
-    """For every value the smallest power of two with which the largest of its tensor can be written."""
-    largest = segments.largest(torch.nan_to_num(values))
+def _exponents(values: Tensor, segments: Segments) -> Tensor:
+    """For every tensor the exponent of the smallest power of two with which its largest value can be written."""
+    largest = segments.largest(torch.nan_to_num(values, posinf=0.0, neginf=0.0))
     mantissas, exponents = torch.frexp(largest / LARGEST)
     exponents = (exponents - (mantissas == 0.5).int()).clamp(LEAST_EXPONENT, MOST_EXPONENT)
-    return segments.spread(torch.ldexp(torch.ones_like(largest), torch.where(largest > 0, exponents, 0)))
+    return torch.where(largest > 0, exponents, 0)

@@ -1,0 +1,104 @@
+"""The average over versions: weights that sum to one, a model that is evaluated and handed over, and nothing else."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from federations import Unreliable, measured, simulation
+from gluefl import APF, STC, Averaging, FedAvg, GlueFL, Lean, LocalSGD, Options, Setting, Sticky, train
+from gluefl.core.optimizer import Server
+from gluefl.simulation.round import play
+from gluefl.simulation.settings import Evaluation
+from gluefl.storage import checkpoint
+from stubs import Blobs, mlp
+
+STRATEGIES = [FedAvg(), STC(), APF(0.3, 2, 0.5), GlueFL(), Lean(upload_block=64)]
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: type(one).__name__)
+
+
+def lose(client: int, clock_s: int) -> float | None:
+    return {0: 0.5, 1: 1.5}.get((client * 31 + clock_s * 17) % 11 % 5)
+
+
+def average_of(averaging, versions):
+    """Of vectors, one for each version; the statistics are the negatives."""
+    average = averaging.init(versions[0], -versions[0])
+    for round, version in enumerate(versions[1:], 1):
+        average = averaging.step(average, version, -version, round)
+    return average
+
+
+@given(st.floats(0.01, 0.999), st.integers(0, 60))
+def test_the_weights_of_versions_are_positive_and_sum_to_one(decay, rounds) -> None:
+    weights, statistics = average_of(Averaging(decay), torch.eye(rounds + 1))  # version i is the i-th unit vector
+    assert float(weights.double().sum()) == pytest.approx(1, abs=1e-5)
+    assert (weights >= 0).all() and torch.equal(statistics, -weights)
+    shares = [1.0] + [1 - min(decay, (1 + t) / (10 + t)) for t in range(1, rounds + 1)]
+    expected = [share * float(torch.tensor([1 - s for s in shares[i + 1 :]]).prod()) for i, share in enumerate(shares)]
+    assert weights.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_the_first_versions_are_soon_forgotten() -> None:
+    weights, _ = average_of(Averaging(0.99), torch.eye(31))
+    assert weights[0] < 1e-6 and weights.argmax() == 30
+
+
+@given(st.floats(0.01, 0.999), st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=5))
+def test_the_average_of_a_constant_is_the_constant(decay, numbers) -> None:
+    weights, statistics = average_of(Averaging(decay), torch.tensor(numbers).expand(12, -1))
+    assert torch.equal(weights, torch.tensor(numbers)) and torch.equal(statistics, -weights)
+
+
+def test_without_averaging_there_is_no_average() -> None:
+    assert average_of(Averaging(), torch.eye(5)) is None
+
+
+@every_strategy
+def test_averaging_changes_nothing_but_the_model_that_is_handed_over(strategy) -> None:
+    parts = {"channel": measured, "devices": Unreliable(lose)}
+    f, state = simulation(strategy, Sticky(6, 10, 4, over_commitment=1.5), 40, **parts)
+    g, other = simulation(strategy, Sticky(6, 10, 4, over_commitment=1.5), 40, averaging=Averaging(0.9), **parts)
+    versions = [(state.weights, state.statistics)]
+    for _ in range(12):
+        state, record = play(f, state)
+        other, averaged = play(g, other)
+        versions.append((state.weights, state.statistics))
+        assert record.line == averaged.line and state.average is None
+        assert torch.equal(state.weights, other.weights) and torch.equal(state.statistics, other.statistics)
+    weights, statistics = Averaging(0.9).init(*versions[0])
+    for round, version in enumerate(versions[1:], 1):
+        weights, statistics = Averaging(0.9).step((weights, statistics), *version, round)
+    assert torch.equal(other.model[0], weights) and torch.equal(other.model[1], statistics)
+    assert torch.equal(state.model[0], state.weights) and not torch.equal(weights, state.weights)
+
+
+@every_strategy
+def test_the_average_survives_a_checkpoint(strategy, tmp_path) -> None:
+    f, fresh = simulation(strategy, Sticky(6, 10, 4), 40, averaging=Averaging(0.9), optimizer=Server(0.5, 0.9))
+    state = fresh
+    for _ in range(5):
+        state, _ = play(f, state)
+    checkpoint.save(tmp_path, state, {})
+    loaded = checkpoint.load(tmp_path, fresh, {})
+    assert all(torch.equal(one, other) for one, other in zip(loaded.average, state.average, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(loaded.model, state.average, strict=True))
+
+
+@every_strategy
+def test_what_is_evaluated_and_returned_is_the_average(strategy) -> None:
+    states = []
+    training, evaluation = LocalSGD(2, batch=8, lr=0.1), Evaluation(every=6)
+    result = train(
+        mlp(norm=True), Blobs(), strategy, sampler=Sticky(4, 12, 3), rounds=6,
+        setting=Setting(training=training, averaging=Averaging(0.8), evaluation=evaluation),
+        options=Options(trainer="loop", callbacks=(lambda line, state: states.append(state),)),
+    )  # fmt: skip
+    (weights, statistics), module = states[-1].average, result.module
+    assert torch.equal(torch.cat([p.detach().flatten() for p in module.parameters()]), weights)
+    batch_norm = module[1]
+    assert torch.equal(torch.cat([batch_norm.running_mean, batch_norm.running_var]), statistics[:16])
+    test = Blobs().test()
+    with torch.no_grad():
+        accuracy = (module(test.inputs).argmax(1) == test.labels).float().mean()
+    assert result.journal[-1]["accuracy"] == pytest.approx(float(accuracy))
