@@ -41,9 +41,9 @@ class Model:
 class Movement:
     """How cells change. The defaults are those of the demo's task, rounds 60 to 100."""
 
-    changed: OpenShare = 0.024  # ρ, the share of the weights whose cell changes in a round
-    growth: Share = 0.73  # α: in τ rounds 1 − (1−ρ)^(τ^α) change at least once
-    recurring: Decay = 0.5  # φ: of the changes of a round, the share that comes back within a few rounds
+    changed: OpenShare = 0.026  # ρ, the share of the weights whose cell changes in a round
+    growth: Share = 0.82  # α: in τ rounds 1 − (1−ρ)^(τ^α) change at least once
+    recurring: Decay = 0.55  # φ: of the changes of a round, the share that comes back within a few rounds
     changed_statistics: OpenShare = 0.5  # ρ of the statistics
     changed_first: OpenShare = 0.3  # ρ₁, of all in round 1, whose updates are the largest
     decay: Positive = 0.13  # γ: after t rounds (1−ρ₁) t^(−γ) of the cells are those of version 0
