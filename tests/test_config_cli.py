@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,7 +213,18 @@ def test_variants_share_what_fits_and_override_what_differs() -> None:
     assert found["gluefl"].strategy.q == 0.3 and found["gluefl"].strategy.regenerate_every == 5
     assert found["eager"].strategy.q == 0.3 and found["eager"].strategy.regenerate_every == 1
     assert found["eager"].sampling.sticky_size == 20 and found["fedavg"].sampling.name == "uniform"
-    assert list(variants({})) == ["fedavg", "stc", "apf", "gluefl"]
+    assert list(variants({})) == ["fedavg", "stc", "apf", "gluefl", "lean"]
+
+
+def test_runs_of_a_comparison_agree_on_how_clients_come_to_version_0() -> None:
+    def initials(**raw: Any) -> list[str]:
+        return [config.wire.initial for config in variants(raw).values()]
+
+    assert initials(compare={"strategies": ["fedavg", "lean"]}) == ["known", "known"]
+    assert initials(compare={"strategies": ["fedavg", "gluefl"]}) == ["download", "download"]
+    assert initials(compare={"strategies": ["fedavg", "lean"]}, wire={"initial": "download"}) == ["download"] * 2
+    own = {"strategies": ["fedavg", "lean"], "lean": {"wire": {"initial": "download"}}}
+    assert initials(compare=own) == ["known", "download"]
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ class Sticky:
         sticky_quota = min(self.sticky_cohort, len(sticky))
         others_quota = min(self.cohort - sticky_quota, len(others))
         sticky_quota = min(self.cohort - others_quota, len(sticky))
-        inside, outside = self._factors(pool.size, max(sticky_quota, 1), max(others_quota, 1))
+        inside, outside = self._factors(pool.size, sticky_quota, others_quota)
         total = sticky_quota + others_quota
         return (
             _group("sticky", sticky, sticky_quota, inside, pool, total),
@@ -206,9 +206,11 @@ class Sticky:
         if self.weights == "equal":
             return None, None
         if self.weights == "unbiased":
-            return self.sticky_size / sticky, (size - self.sticky_size) / others
-        share = sticky / (sticky + others) if self.weights == "proportional" else float(self.weights)
-        return share * size / sticky, (1 - share) * size / others
+            return self.sticky_size / max(sticky, 1), (size - self.sticky_size) / max(others, 1)
+        if self.weights == "proportional":
+            return size / max(sticky + others, 1), size / max(sticky + others, 1)
+        share = float(self.weights)
+        return share * size / max(sticky, 1), (1 - share) * size / max(others, 1)
 
 
 def extra_invitations(over_commitment: float, cohort: int) -> int:

@@ -95,7 +95,7 @@ def raw(study: Study, choice: Choice) -> dict[str, Any]:
         [
             shared["config"],
             _without_seeds(shared[choice.scale]),
-            shared["model"].get(model, {}),
+            _fitting(shared["model"].get(model, {}), study),
             *own,
             study.model.get(model, {}),
         ]
@@ -112,6 +112,19 @@ def raw(study: Study, choice: Choice) -> dict[str, Any]:
     if choice.rounds is not None:
         tree["rounds"] = choice.rounds
     return with_sets(tree, choice.sets)
+
+
+def _fitting(settings: Mapping[str, Any], study: Study) -> dict[str, Any]:
+    """The settings of a model without parameters that none of the study's strategies has."""
+    from gluefl.config.tables import parameters_of  # torch comes with it
+    from gluefl.strategies.registry import ROWS
+
+    labels = study.compare.get("strategies", [])
+    strategies = {study.compare.get(label, {}).get("strategy", {}).get("name", label) for label in labels}
+    known = set().union(*(parameters_of(name) for name in strategies if name in ROWS))
+    own = {key: value for key, value in settings.get("strategy", {}).items() if key in known or not labels}
+    rest = {key: value for key, value in settings.items() if key != "strategy"}
+    return {**rest, "strategy": own} if own else rest
 
 
 def _layered(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

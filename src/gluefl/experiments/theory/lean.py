@@ -196,8 +196,8 @@ def _packages(lines: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[int, int]]
 
 
 def _bits(entries: int, share: Floats, cell_bits: float) -> Floats:
-    """Positions at their entropy, and cells."""
-    return entries * (entropy(share) + share * cell_bits)
+    """Positions at their entropy, and cells. Gaps are those of present positions: above a half they take a bit each."""
+    return entries * (entropy(np.minimum(share, 0.5)) + share * cell_bits)
 
 
 def _head_bytes(model: Model, changed: Floats) -> Floats:
