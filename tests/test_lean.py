@@ -34,7 +34,7 @@ from stubs import Blobs, mlp
 CLIENTS = 40
 SAMPLERS = [Uniform(5, over_commitment=1.6), Sticky(6, 10, 4, "proportional", over_commitment=1.5)]
 # Limits so far apart from the defaults that a few rounds with a small model refine and coarsen.
-RESTLESS = Lean(refine_below=0.05, coarsen_above=0.2, upload_block=64)
+RESTLESS = Lean(movement=0.01, refine_below=0.05, coarsen_above=0.2, upload_block=64)
 WEIGHTS, MEANS, VARIANCES, COUNTER = (slice(*ends) for ends in ((0, 180), (180, 188), (188, 196), (196, 197)))
 
 
@@ -475,7 +475,7 @@ def test_a_tensor_without_spread_takes_its_step_from_its_first_update_also_later
 
 
 def test_a_refined_tensor_is_published_over_several_rounds() -> None:
-    strategy, space, generator = Lean(refine_below=0.01), Space((4000,)), torch.Generator().manual_seed(1)
+    strategy, space, generator = Lean(movement=0.01, refine_below=0.01), Space((4000,)), torch.Generator().manual_seed(1)
     state, _ = strategy.init(space, torch.randn(4000, generator=generator))
     state, _ = strategy.aggregate(state, torch.randn(4000, generator=generator) * 0.1, 1)
     step = float(state.steps[0])
@@ -649,3 +649,16 @@ def test_other_strategies_publish_the_initial_model_and_know_no_origin(strategy)
     f, state = simulation(strategy, Uniform(5), CLIENTS, channel=measured, initial="known")
     assert f.core.origin is None and torch.equal(state.weights, f.core.weights)
     assert f.core.run == RUN and state.average is None
+
+
+@pytest.mark.parametrize("rms", [0.001, 0.05, 0.2, 3.0])
+def test_a_tensor_that_moves_fast_in_its_first_update_gets_a_coarser_step(rms) -> None:
+    """The step is the larger of what the spread and what the movement ask for, up to a limit, and once only."""
+    strategy, space, generator = Lean(), Space((4000,)), torch.Generator().manual_seed(3)
+    state, _ = strategy.init(space, torch.randn(4000, generator=generator))
+    assert state.steps[0] == 0.5
+    state, _ = strategy.aggregate(state, rms * torch.randn(4000, generator=generator), 1)
+    assert state.steps[0] == max(0.5, min(2.0, 2.0 ** round(math.log2(8 * rms))))
+    step = float(state.steps[0])
+    state, _ = strategy.aggregate(state, 0.1 * step * torch.randn(4000, generator=generator), 2)
+    assert state.steps[0] == step

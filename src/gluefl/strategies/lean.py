@@ -50,6 +50,7 @@ class LeanState:
     coarsest: Tensor  # the largest
     slack: Tensor  # in steps: how far the latent value may be from the published one
     shares: Tensor  # of the coordinates that change in a round, smoothed
+    updates: int = 0  # so far
 
 
 @checked
@@ -58,7 +59,8 @@ class Lean:
     """Cells of a published model down, about one bit per coordinate up."""
 
     step: Positive = 0.5  # s: a tensor's first step, in standard deviations of its initial weights
-    coarsest: Positive = 2.0  # the largest step, in the same unit
+    movement: Positive = 8.0  # but at least this many rms of its first update: the faster it moves the coarser
+    coarsest: Positive = 2.0  # and never above this, in the unit of `step`
     step_of_first_update: Positive = 2.0  # of a tensor without spread: its first step, in rms of its first update
     step_of_statistics: Positive = 0.0625  # of a mean: its step, in rms of its first update
     origin_cells: Count = 4  # version 0 lies on a grid this many times finer than the first step
@@ -165,15 +167,21 @@ class Lean:
         target, distance = _with_variances(space, latent, old, target, distance)
         changes = ~(distance <= segments.spread(state.slack)) & (target != old)  # also what is not finite
         published = torch.where(changes, target, old)
-        state = replace(state, latent=latent, published=published, steps=steps, finest=finest)
+        updates = state.updates + 1
+        state = replace(state, latent=latent, published=published, steps=steps, finest=finest, updates=updates)
         update = _exact_change(state, old, Mask(changes))
         return self._controlled(state, segments.means(changes)), update
 
     def _first_steps(self, state: LeanState, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps, and the smallest ones. A tensor that has none takes it from how far it moves in its first update."""
+        """Steps, and the smallest ones. A tensor that has none takes it from how far it moves in its first update; in
+        the first of all updates the others become as coarse as their movement asks for."""
         space, lacks = state.space, state.steps == NEVER
         factors = torch.tensor(self._factors(space), device=total.device)
-        steps = grid.power_of_two(factors * space.segments_of_all.means(total.square()).sqrt())
+        moves = space.segments_of_all.means(total.square()).sqrt()
+        if state.updates == 0:
+            coarse = grid.power_of_two(self.movement * moves).minimum(state.coarsest)
+            state = replace(state, steps=state.steps.maximum(coarse))
+        steps = grid.power_of_two(factors * moves)
         starts, steps = lacks & (steps > 0), steps.maximum(state.finest)
         finest = torch.where(starts, state.finest.maximum(steps / MOST_REFINED), state.finest)
         return torch.where(lacks, torch.where(starts, steps, NEVER), state.steps), finest
