@@ -475,7 +475,11 @@ def test_a_tensor_without_spread_takes_its_step_from_its_first_update_also_later
 
 
 def test_a_refined_tensor_is_published_over_several_rounds() -> None:
-    strategy, space, generator = Lean(movement=0.01, refine_below=0.01), Space((4000,)), torch.Generator().manual_seed(1)
+    strategy, space, generator = (
+        Lean(movement=0.01, refine_below=0.01),
+        Space((4000,)),
+        torch.Generator().manual_seed(1),
+    )
     state, _ = strategy.init(space, torch.randn(4000, generator=generator))
     state, _ = strategy.aggregate(state, torch.randn(4000, generator=generator) * 0.1, 1)
     step = float(state.steps[0])

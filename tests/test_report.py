@@ -562,3 +562,19 @@ def test_ctrl_c_ends_the_live_page_as_asked(made) -> None:
 
 def test_comparing_nothing_gives_nothing() -> None:
     assert compare([]) == []
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "lean"])
+def test_the_download_share_of_a_run_in_progress_is_that_of_its_summary_where_version_0_is_known(
+    strategy, tmp_path
+) -> None:
+    sets = [f"strategy.name={strategy}", "wire.initial=known", "rounds=4", "model.name=mlp", "population.clients=60",
+            "population.test_samples=62", "population.median_samples=22", "sampling.cohort=4"]  # fmt: skip
+    (tmp_path / "run.toml").write_text("")
+    out = tmp_path / "run"
+    options = [option for assignment in sets for option in ("--set", assignment)]
+    result = CliRunner().invoke(main, ["run", str(tmp_path / "run.toml"), "--out", str(out), *options])
+    assert result.exit_code == 0, result.output
+    complete = read_run(out).summary["mean_download_share"]
+    (out / "summary.json").unlink()
+    assert read_run(out).summary["mean_download_share"] == pytest.approx(complete, rel=0.01)

@@ -139,7 +139,7 @@ def read_run(path: Path) -> Run:
     complete = summary.get("rounds") == len(lines) > 0
     if not complete:
         target, average = config.get("target", summary.get("target")), int(config.get("evaluation.average", 5))
-        summary = {"strategy": summary.get("strategy")} | summarise(lines, target, average, _model_bytes(lines))
+        summary = {"strategy": summary.get("strategy")} | summarise(lines, target, average, _model_bytes(lines, config))
     failure = _failure(path / FAILURE)
     if failure is not None:
         marks.append(f"failed: {failure}")
@@ -219,9 +219,12 @@ def _failure(path: Path) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
 
 
-def _model_bytes(lines: Sequence[Line]) -> int:
-    """In the first round every client downloads the whole model."""
+def _model_bytes(lines: Sequence[Line], config: Mapping[str, Any]) -> int:
+    """In the first round every client downloads the whole model, or nothing: then the authors' estimate, which is a
+    bitmap of a bit per weight of 32, tells its size."""
     first = lines[0] if lines else {}
+    if config.get("wire.initial") == "known" and first.get("authors_down_bytes"):
+        return 32 * int(first["authors_down_bytes"]) // max(1, first.get("invited", 1))
     sizes = first.get("clients", {}).get("down_bytes") or [
         first.get("down_bytes", 0) // max(1, first.get("invited", 1))
     ]
