@@ -224,7 +224,7 @@ def _model_bytes(lines: Sequence[Line], config: Mapping[str, Any]) -> int:
     bitmap of a bit per weight of 32, tells its size."""
     first = lines[0] if lines else {}
     if config.get("wire.initial") == "known" and first.get("authors_down_bytes"):
-        return 32 * int(first["authors_down_bytes"]) // max(1, first.get("invited", 1))
+        return 32 * int(first["authors_down_bytes"]) // max(1, int(first.get("invited", 1)))
     sizes = first.get("clients", {}).get("down_bytes") or [
         first.get("down_bytes", 0) // max(1, first.get("invited", 1))
     ]
