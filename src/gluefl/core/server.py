@@ -145,7 +145,7 @@ def bodies_for(
     """What a client misses, for each version that clients hold."""
     traits = core.traits
     codec, vector = traits.package_codec, traits.vector(state.weights, state.statistics)
-    statistics = state.statistics[:0] if traits.covers == "everything" else state.statistics
+    statistics = traits.beside(state.statistics)
     return {
         base: wire.Body(
             Masked(_missing(core, state, base, vector), vector), statistics, shared, True, codec, core.origin

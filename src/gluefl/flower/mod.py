@@ -88,8 +88,8 @@ class GlueFLMod:
         delta = hooked_delta(self.hooks, delta, held.task)
         vector = held.traits.vector(delta, statistics - held.replica.statistics)
         update, residual = held.strategy.compress(vector, held.task, residual)
-        codec, covers_all = held.traits.upload_codec, held.traits.covers == "everything"
-        body = wire.Body(update, statistics[:0] if covers_all else statistics, held.shared, False, codec)
+        codec = held.traits.upload_codec
+        body = wire.Body(update, held.traits.beside(statistics), held.shared, False, codec)
         layout = held.table.layout
         sizes = layout.size, layout.statistics_size
         data = wire.encode(_header(held, reply), wire.encode_body(body), *sizes, codec)

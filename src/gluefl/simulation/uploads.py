@@ -74,8 +74,7 @@ def compress(
             sim.residuals[client] = residual
         if outcome.memory is not None and sim.memories is not None:
             sim.memories[client] = outcome.memory
-        statistics = outcome.statistics[:0] if core.traits.covers == "everything" else outcome.statistics
-        bodies[client] = wire.Body(update, statistics, shared, False, codec)
+        bodies[client] = wire.Body(update, core.traits.beside(outcome.statistics), shared, False, codec)
         waiting.append(client)
         if len(waiting) == ENCODED_TOGETHER:
             encode()

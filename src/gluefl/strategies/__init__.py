@@ -146,6 +146,10 @@ class Traits:
         """What the strategy sees of a model or of its change: the weights, or everything."""
         return torch.cat([weights, statistics]) if self.covers == "everything" else weights
 
+    def beside(self, statistics: Tensor) -> Tensor:
+        """The statistics that travel beside what the strategy sees: all of them, or none."""
+        return statistics[:0] if self.covers == "everything" else statistics
+
 
 class Strategy(Protocol):
     """Both halves of an algorithm. The state is a tree of frozen dataclasses, tuples, tensors, masks and numbers."""

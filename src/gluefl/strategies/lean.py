@@ -4,8 +4,8 @@ The server keeps its model in full precision, the latent vector. What it publish
 vector rounded to a grid: version 0 plus a whole number of steps, one power of two per tensor. A coordinate is
 published anew when the latent value has moved far enough from the published one; the rest stays latent and is
 published in a later round. Uploads are rotated and take about one bit per coordinate (`vectors.rotation`); clients keep
-no state. Sticky sampling (He et al., MLSys 2023) makes it pay: what a client missed since last round is nearly
-nothing. `docs/lean.md` explains the parameters and measures them.
+no state. With sticky sampling (He et al., MLSys 2023) most clients took part recently and miss few cells.
+`docs/lean.md` explains the parameters and measures them.
 """
 
 from collections.abc import Iterator, Sequence
