@@ -76,7 +76,7 @@ class Node:
             return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
 
     def store(self) -> NodeStore:
-        (run,) = self.folder.iterdir()
+        (run,) = (path for path in self.folder.iterdir() if path.is_dir())
         return NodeStore(run / f"node-{self.place}")
 
 

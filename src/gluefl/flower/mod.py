@@ -20,6 +20,7 @@ from gluefl import wire
 from gluefl.errors import GlueFLError, UsageError, WireError
 from gluefl.flower.arrays import STATISTICS
 from gluefl.flower.messages import BODY, OURS, Told, digest, is_ours, read_package, upload
+from gluefl.flower.node_folders import opened
 from gluefl.flower.node_store import NodeStore
 from gluefl.flower.synchronise import Built, Held, Receiver
 from gluefl.strategies import Strategy
@@ -55,21 +56,33 @@ class GlueFLMod:
         told, sent = read_package(message.content)
         strategy = self.strategy or _strategy(told)
         store = Path(told.store) if told.store is not None and _in_simulation() else None
-        node = NodeStore.open(store / "nodes" if store else self._root(context), told.run, told.client)
-        # In a simulation all nodes share the server's newest version: 20 MB once, not for each of 2800 nodes.
-        receiver = Receiver(NodeStore(store) if store else node, strategy, self.initial, self.statistics)
-        try:
-            held = receiver.synchronised(told, sent)
-        except WireError as error:
-            # Nothing on the disk was changed. The server answers with what this node needs.
-            said = receiver.needs_model(told, int(message.metadata.group_id or 0), str(error))
-            return Message(upload(said, None), reply_to=message)
-        if store is None:
-            held.write(node)
-        context.state["gluefl"] = ConfigRecord({"version": held.header.version, "hash": held.header.hash.hex()})
-        message.content = _for_the_app(message.content, told, held)
+        with opened(store / "nodes" if store else self._root(context), told.run, told.client) as node:
+            # In a simulation all nodes share the server's newest version: 20 MB once, not for each of 2800 nodes.
+            receiver = Receiver(NodeStore(store) if store else node, strategy, self.initial, self.statistics)
+            try:
+                held = receiver.synchronised(told, sent)
+            except WireError as error:
+                # Nothing on the disk was changed. The server answers with what this node needs.
+                said = receiver.needs_model(told, int(message.metadata.group_id or 0), str(error))
+                return Message(upload(said, None), reply_to=message)
+            if store is None:
+                held.write(node)
+            context.state["gluefl"] = ConfigRecord({"version": held.header.version, "hash": held.header.hash.hex()})
+            message.content = _for_the_app(message.content, told, held)
+            return self._answered(message, context, call_next, node, held, told.accepted)
+
+    def _answered(
+        self,
+        message: Message,
+        context: Context,
+        call_next: ClientAppCallable,
+        node: NodeStore,
+        held: Held,
+        accepted: str | None,
+    ) -> Message:
+        """The app's reply to the model, with the upload instead of the trained model."""
         if message.metadata.message_type.split(".")[0] == MessageType.TRAIN:
-            residual = node.commit_residual(told.accepted)
+            residual = node.commit_residual(accepted)
             reply = _call(call_next, message, context)
             if reply.has_content():
                 self._put_upload(reply, held, node, residual)

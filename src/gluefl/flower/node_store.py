@@ -5,8 +5,6 @@ damaged file counts as lost: the server then sends the whole model, and the resi
 """
 
 import os
-import re
-import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +23,6 @@ from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import part_of, whole
 
-KEPT_RUNS = 2  # the folders of earlier runs are deleted
-MARKER = "gluefl-run"  # an empty file in the folder of a run: nothing without it is deleted
-RUN_ID = re.compile("[0-9a-f]{16}")
 REPLICA, RESIDUAL, PENDING = "replica.safetensors", "residual.safetensors", "pending.safetensors"
 ORIGIN = "origin.safetensors"  # version 0
 
@@ -70,19 +65,6 @@ class NodeStore:
     """The folder of one node in one run."""
 
     folder: Path
-
-    @classmethod
-    def open(cls, root: Path, run: str, client: int) -> "NodeStore":
-        """Make the folder if it does not exist, and then delete those of old runs."""
-        folder = root / run / f"node-{client}"
-        if not folder.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            (root / run / MARKER).touch()
-            others = [path for path in _runs(root) if path.name != run]
-            for old in sorted(others, key=_last_use_s, reverse=True)[KEPT_RUNS - 1 :]:
-                shutil.rmtree(old, ignore_errors=True)
-        os.utime(root / run)
-        return cls(folder)
 
     def table(self) -> Table | None:
         """The names of the arrays of the model this node holds, None if it holds none."""
@@ -146,18 +128,6 @@ def _write_model(path: Path, replica: Replica, table: Table, cells: Cells | None
     tensors = {"weights": replica.weights, "statistics": replica.statistics}
     notes = {"version": str(replica.version), "table": table.to_json(), "hash": replica.hash.hex()}
     _save(path, {"cells": cells.encode(replica)} if cells else tensors, notes)
-
-
-def _runs(root: Path) -> list[Path]:
-    """The folders that this program made below a folder, which may hold other files of its user."""
-    return [path for path in root.iterdir() if RUN_ID.fullmatch(path.name) and (path / MARKER).is_file()]
-
-
-def _last_use_s(run: Path) -> float:
-    try:
-        return run.stat().st_mtime
-    except OSError:  # another process has just deleted it
-        return 0.0
 
 
 def _save(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
