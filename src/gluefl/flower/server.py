@@ -26,7 +26,7 @@ from gluefl.core.server import Core, Initial
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.flower.arrays import STATISTICS, Table
 from gluefl.flower.exchange import Exchange, send_and_receive
-from gluefl.flower.metrics import accuracy, mean_metrics
+from gluefl.flower.metrics import accuracy, evaluation_line, journaled, mean_metrics
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.outbox import Envelope, Outbox
 from gluefl.flower.replies import Sent
@@ -121,7 +121,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
                     log(INFO, "\t└──> Global evaluation: %s", metrics)
                     self._line["accuracy"] = accuracy(metrics)
                 self._line["wall_s"] = time.perf_counter() - began
-                session.save(self._line)
+                session.save(journaled(self._line))
                 # The version is on disk now, so that nodes may be sent it.
                 self._evaluate(grid, evaluate_config or ConfigRecord(), result)
         return result
@@ -228,10 +228,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         metrics = self.aggregate_evaluate(round, send_and_receive(grid, exchange, messages, self._timeout_s))
         log(INFO, "\t└──> Evaluation on %s nodes: %s", len(exchange.replies), metrics)
         if self.out is not None:
-            down_bytes = sum(parcel.size_bytes for parcel in exchange.parcels.values())
-            numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
-            line = {"round": round, "nodes": len(exchange.replies), "down_bytes": down_bytes, "metrics": numbers}
-            Journal(self.out / "evaluations.jsonl").append({**line, "incidents": exchange.incidents})
+            Journal(self.out / "evaluations.jsonl").append(evaluation_line(exchange, metrics))
         if metrics is not None:
             result.evaluate_metrics_clientapp[round] = metrics
 
