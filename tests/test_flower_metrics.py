@@ -49,7 +49,7 @@ def test_losses_whose_sum_overflows(tmp_path) -> None:
         return with_metrics(train(message, context), train_loss=1.7e308)
 
     grid_nodes = [Node(place, tmp_path / f"device-{place}", trains=reports) for place in range(4)]
-    _, _, result = federation(tmp_path, nodes=grid_nodes, out=tmp_path / "run", strategy=FedAvg())
+    federation(tmp_path, nodes=grid_nodes, out=tmp_path / "run", strategy=FedAvg())
     lines = read(tmp_path / "run" / "journal.jsonl")
     assert [line["loss"] for line in lines] == [None] * 3 and [line["used"] for line in lines] == [4] * 3
     assert any("loss is inf" in note for note in lines[0]["notes"])

@@ -224,17 +224,18 @@ def sections(*parts) -> bytes:
 
 
 NO_MASK = (positions.NOTHING, ABSOLUTE, 0, b"")
+NO_VALUES = ((0, 0, 0, b""), (0, 0, 2, bytes(8)))  # and two statistics
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (sections((positions.EVERYTHING, ABSOLUTE, 39, b""), NO_MASK), "39 positions were announced, 40"),
-        (sections((positions.NOTHING, ABSOLUTE, 1, b""), NO_MASK), "1 positions were announced, 0"),
-        (sections((positions.NOTHING, ABSOLUTE, 0, b"x"), NO_MASK), "carries no data"),
-        (sections((positions.BITMAP, ABSOLUTE, 41, b"\xff" * 6), NO_MASK), "41 positions are announced"),
-        (sections((positions.BITMAP, ABSOLUTE, 8, b"\xff"), NO_MASK), "has 5 bytes, 1 were found"),
-        (sections((6, ABSOLUTE, 1, b""), NO_MASK), "codec 6"),
+        (sections((positions.EVERYTHING, ABSOLUTE, 39, b""), NO_MASK, *NO_VALUES), "39 positions were announced, 40"),
+        (sections((positions.NOTHING, ABSOLUTE, 1, b""), NO_MASK, *NO_VALUES), "1 positions were announced, 0"),
+        (sections((positions.NOTHING, ABSOLUTE, 0, b"x"), NO_MASK, *NO_VALUES), "carries no data"),
+        (sections((positions.BITMAP, ABSOLUTE, 41, b"\xff" * 6), NO_MASK, *NO_VALUES), "41 positions are announced"),
+        (sections((positions.BITMAP, ABSOLUTE, 8, b"\xff"), NO_MASK, *NO_VALUES), "has 5 bytes, 1 were found"),
+        (sections((6, ABSOLUTE, 1, b""), NO_MASK, *NO_VALUES), "codec 6"),
         (sections((0, KNOWN, 0, b""), NO_MASK), "carries the shared mask"),
         (sections(NO_MASK, (0, KNOWN, 0, b"")), "relation 2"),
         (

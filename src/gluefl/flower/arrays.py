@@ -78,7 +78,7 @@ class Table:
         try:
             rows = json.loads(text)
             layout = Layout(tuple(_parts(rows, tracked=False)), tuple(_parts(rows, tracked=True)))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise WireError(f"the description of the model's arrays cannot be read: {error}") from error
         if not 0 < layout.size + layout.statistics_size <= MOST_ENTRIES:
             raise WireError(f"a model of {layout.size + layout.statistics_size} entries is refused")

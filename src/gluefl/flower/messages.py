@@ -5,20 +5,24 @@ that Flower's object store holds it once; the header, which differs from node to
 """
 
 import hashlib
+import io
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
-from gluefl import wire
+from gluefl import __version__, wire
 from gluefl.errors import WireError
 
 OURS = "gluefl"  # the name of our ConfigRecord
 BODY = "gluefl-body"  # the name of our ArrayRecord
 # The arrays in it: different names, so that mods that alter arrays refuse. ORIGIN is version 0, for a node without it.
 PACKAGE, UPLOAD, ORIGIN = "package", "upload", "origin"
+FORMAT = 1  # of our records; a change that the other side would misread takes the next number
+RUN_ID = re.compile("[0-9a-f]{16}")
 NPY_HEADER_BYTES = 256  # numpy writes 128 before a flat array
 OPTIONAL = {"accepted", "table", "store", "version", "needs_model", "origin"}  # left out where they are None
 LONGEST_TEXT = 2**22  # of a task: the names of the arrays make most of it
@@ -61,15 +65,16 @@ class Parts:
 def package(told: Told, header: bytes, body: Array, origin: Array | None = None) -> tuple[RecordDict, int]:
     """The records of a task, and the bytes that are not the package itself."""
     text = _text(told)
-    ours = ConfigRecord({"task": text, "header": header})
+    ours = ConfigRecord({"format": FORMAT, "task": text, "header": header})
     arrays = {PACKAGE: body} | ({} if origin is None else {ORIGIN: origin})
     return RecordDict({OURS: ours, BODY: ArrayRecord(arrays)}), len(text)
 
 
 def read_package(records: RecordDict) -> tuple[Told, Parts]:
     """What a node was told, and what it was sent."""
+    _check_format(records, "the server", "this node")
     told: Told = _read(Told, records, "task")
-    if told.client < 0 or told.seed < 0 or len(bytes.fromhex(told.run)) != 8:
+    if told.client < 0 or told.seed < 0 or not RUN_ID.fullmatch(told.run):
         raise WireError("the task names no run, no client or no seed")
     header = records.config_records[OURS].get("header")
     # A compact header is shorter; which one it is follows from the strategy, and is checked when it is decoded.
@@ -82,7 +87,7 @@ def read_package(records: RecordDict) -> tuple[Told, Parts]:
 
 def upload(said: Said, data: bytes | None) -> RecordDict:
     """The records of an answer."""
-    records = RecordDict({OURS: ConfigRecord({"answer": _text(said)})})
+    records = RecordDict({OURS: ConfigRecord({"format": FORMAT, "answer": _text(said)})})
     if data is not None:
         records[BODY] = ArrayRecord({UPLOAD: to_array(data)})
     return records
@@ -90,6 +95,7 @@ def upload(said: Said, data: bytes | None) -> RecordDict:
 
 def read_said(records: RecordDict) -> Said:
     """What a node says of itself."""
+    _check_format(records, "the node", "this server")
     said: Said = _read(Said, records, "answer")
     return said
 
@@ -117,12 +123,37 @@ def read_array(records: RecordDict, name: str, longest: int | None) -> bytes:
     if longest is not None and len(array.data) > longest + NPY_HEADER_BYTES:
         raise WireError(f"a message of {len(array.data)} bytes; {longest} are allowed here")
     try:
-        values = array.numpy()
+        return _flat_bytes(array)
+    except WireError:
+        raise
     except Exception as error:  # bytes from another machine: numpy may raise anything
         raise WireError(f"the array '{name}' cannot be read: {error}") from error
-    if values.dtype != np.uint8 or values.ndim != 1:
-        raise WireError(f"the array '{name}' is {values.dtype} of {values.ndim} dimensions, flat bytes were expected")
-    return bytes(values.tobytes())
+
+
+def _flat_bytes(array: Array) -> bytes:
+    """The content of a flat array of bytes in numpy's format. `numpy.load` would allocate what its header announces."""
+    if array.stype != "numpy.ndarray":
+        raise WireError(f"an array of the kind '{array.stype}' was found, 'numpy.ndarray' was expected")
+    file = io.BytesIO(array.data)
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):
+        raise WireError(f"an array in numpy's format {version} was found, (1, 0) was expected")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    data = array.data[file.tell() :]
+    if dtype != np.uint8 or shape != (len(data),):
+        raise WireError(f"{len(data)} bytes are announced as {dtype} {shape}, flat bytes were expected")
+    return bytes(data)
+
+
+def _check_format(records: RecordDict, sender: str, receiver: str) -> None:
+    """Refuse records of another format by its number, before anything else of them is read."""
+    # Versions of gluefl that wrote no number have the first format.
+    format_ = records.config_records.get(OURS, ConfigRecord()).get("format", 1)
+    if format_ != FORMAT:
+        raise WireError(
+            f"{sender} writes messages of format {format_!r:.40}, {receiver} (gluefl {__version__}) reads format "
+            f"{FORMAT}: install the same version of gluefl on both"
+        )
 
 
 def _text(fields: Told | Said) -> str:
@@ -140,6 +171,6 @@ def _read(kind: Any, records: RecordDict, name: str) -> Any:
             value = getattr(fields, field)
             if not isinstance(value, getattr(annotation, "__origin__", annotation)):
                 raise TypeError(f"{field} is {value!r}")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"the {name} of a message cannot be read: {error}") from error
     return fields

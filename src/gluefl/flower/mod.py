@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, M
 from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
-from gluefl import wire
+from gluefl import __version__, wire
 from gluefl.errors import GlueFLError, UsageError, WireError
 from gluefl.flower.arrays import STATISTICS
 from gluefl.flower.messages import BODY, OURS, Told, digest, is_ours, read_package, upload
@@ -158,7 +158,13 @@ def _strategy(told: Told) -> Strategy:
     name = parameters.pop("name", None)
     if name not in STRATEGIES:
         raise UsageError(f"the server runs the strategy '{name}', which is not part of gluefl: GlueFLMod(strategy=…).")
-    strategy: Strategy = STRATEGIES[name](**parameters)
+    try:
+        strategy: Strategy = STRATEGIES[name](**parameters)
+    except TypeError as error:
+        raise WireError(
+            f"the server's strategy '{name}' cannot be built by this node (gluefl {__version__}): {error}. "
+            "Install the same version of gluefl on both."
+        ) from error
     return strategy
 
 

@@ -184,11 +184,11 @@ def _expected(told: Told, table: Table, traits: Traits, origin: Tensor | None) -
 
 def _check_size(strategy: Strategy, table: Table, data: bytes) -> None:
     """Refuse a table of a model that these bytes cannot hold, before anything of that size is allocated."""
-    size = table.layout.size
+    size, statistics = table.layout.size, table.layout.statistics_size
     codec = strategy.traits(Space.of(table.layout)).package_codec
     if isinstance(codec, wire.BodyCodec):
-        shortest = size // 8  # every value takes a bit at least
+        shortest = (size + statistics) // 8  # every value takes a bit at least
     else:
-        shortest = codec.measure(whole(torch.zeros(1).expand(size)))()  # takes no memory
+        shortest = codec.measure(whole(torch.zeros(1).expand(size)))() + 4 * statistics  # takes no memory
     if shortest > len(data):
-        raise WireError(f"a model of {size} entries is announced in {len(data)} bytes")
+        raise WireError(f"a model of {size} weights and {statistics} statistics is announced in {len(data)} bytes")

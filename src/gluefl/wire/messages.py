@@ -111,22 +111,21 @@ def decode(data: bytes, expected: Expected) -> tuple[Header, Body]:
         return header, Body(codec.decode(body, expected.origin), torch.zeros(0), shared, False, codec, expected.origin)
     header, body = _read_header(data, expected)
     reader = _Reader(body)
-    shared = _read_mask(reader, expected)
+    covered, packed_mask = _read_mask(reader, expected)
     relation, packed = reader.section()
-    if relation == BESIDE_MASK:
-        bits = shared.mask.bits.clone()
-        bits[shared.outside] = unpack(packed, shared.outside.numel()).bits
-        mask = Mask(bits)
-    elif relation == ABSOLUTE:
-        mask = unpack(packed, expected.size)
-    else:
+    if relation not in (ABSOLUTE, BESIDE_MASK):
         raise WireError(f"relation {relation} of positions to the mask is unknown")
-    coded = reader.coded(mask.count, codec, "values")
-    statistics = floats(reader.coded(expected.statistics, FLOAT32, "statistics"), expected.statistics)
+    count = packed.count + (covered if relation == BESIDE_MASK else 0)
+    coded = reader.coded(count, codec, "values")
+    if count > 8 * len(coded):  # sets are decoded only if the values that belong to them are there
+        raise WireError(f"{count} values are announced in {len(coded)} bytes")
+    statistics = reader.coded(expected.statistics, FLOAT32, "statistics")
     reader.end()
-    positions = mask.positions
+    known = expected.shared if packed_mask is None else Shared(unpack(packed_mask, expected.size))
+    assert known is not None
+    positions = _read_positions(relation, packed, known)
     update = Listed(positions, _decoded(codec, coded, positions), expected.size)
-    return header, Body(update, statistics, shared, expected.kind == PACKAGE, codec)
+    return header, Body(update, floats(statistics, expected.statistics), known, expected.kind == PACKAGE, codec)
 
 
 def replica_hash(weights: Tensor, statistics: Tensor) -> bytes:
@@ -180,15 +179,24 @@ def _read_header(data: bytes, expected: Expected) -> tuple[Header, memoryview]:
     return header, body
 
 
-def _read_mask(reader: "_Reader", expected: Expected) -> Shared:
+def _read_mask(reader: "_Reader", expected: Expected) -> tuple[int, Packed | None]:
+    """How many positions the shared mask covers, and its encoding; None where both sides know it."""
     relation, packed = reader.section()
     if expected.kind == UPLOAD:
         if relation != KNOWN or packed.count or packed.data or expected.shared is None:
             raise WireError("an upload refers to the mask both sides know and carries none of its own")
-        return expected.shared
+        return expected.shared.mask.count, None
     if relation != ABSOLUTE:
         raise WireError("a package carries the shared mask itself")
-    return Shared(unpack(packed, expected.size))
+    return packed.count, packed
+
+
+def _read_positions(relation: int, packed: Packed, shared: Shared) -> Tensor:
+    mask = shared.mask
+    if relation == ABSOLUTE:
+        return unpack(packed, mask.size).positions
+    beside = unpack(packed, mask.size - mask.count)
+    return Mask(mask.bits.masked_scatter(~mask.bits, beside.bits), mask.count + beside.count).positions
 
 
 class _Reader:

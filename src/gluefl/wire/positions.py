@@ -23,6 +23,7 @@ CODECS = ("nothing", "everything", "bitmap", "bitmap+zstd", "gaps+zstd", "gaps o
 ZSTD_LEVEL = 1
 LONG_TO_COMPRESS = 1 << 20  # positions: bitmap and gaps are each worth a core of their own
 LONGEST_VARINT = 5  # bytes, for gaps below 2^32
+PIECE = 1 << 17  # bytes of varints that are read at once
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ def unpack(packed: Packed, size: int) -> Mask:
         mask = _from_bitmap(_decompress(data, -(-size // 8), exact=True), size)
     elif codec in (GAPS_ZSTD, ABSENT_GAPS_ZSTD):
         listed = count if codec == GAPS_ZSTD else size - count
-        mask = np.full(size, codec == ABSENT_GAPS_ZSTD)
-        mask[_from_gaps(_decompress(data, LONGEST_VARINT * listed), listed, size)] ^= True
+        mask = _from_gaps(_decompress(data, longest_gaps(listed, size)), listed, size)
+        if codec == ABSENT_GAPS_ZSTD:
+            np.logical_not(mask, out=mask)
     else:
         raise WireError(f"codec {codec} for positions is unknown; this build knows 0 to {len(CODECS) - 1}")
     if codec in (NOTHING, EVERYTHING) and data:
@@ -89,30 +91,52 @@ def entropy_bytes(count: int, size: int) -> int:
     return round(size * sum(-share * math.log2(share) for share in shares) / 8)
 
 
+def longest_gaps(count: int, size: int) -> int:
+    """No gaps of `count` positions take more bytes: the sum of all gaps is below `size`, and a varint has a byte, and
+    at most one more for every 128 of its value."""
+    return min(LONGEST_VARINT * count, count + size // 128)
+
+
 def _from_bitmap(data: bytes, size: int) -> np.ndarray:
     if len(data) != -(-size // 8):
         raise WireError(f"a bitmap of {size} positions has {-(-size // 8)} bytes, {len(data)} were found")
-    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(bool)
     if bits[size:].any():
         raise WireError("the padding of a bitmap is not zero")
-    return bits[:size].astype(bool)
+    return bits[:size]
 
 
 def _from_gaps(data: bytes, count: int, size: int) -> np.ndarray:
-    raw = np.frombuffer(data, np.uint8).astype(np.int64)
-    ends = np.flatnonzero(raw < 0x80)
-    if ends.size != count or (raw.size and (not ends.size or ends[-1] != raw.size - 1)):
-        raise WireError(f"{count} gaps were announced, {ends.size} whole ones were found")
-    if not count:
-        return np.zeros(0, np.int64)
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    place = np.arange(raw.size) - np.repeat(starts, ends - starts + 1)
-    if int(place.max()) >= LONGEST_VARINT:
+    """The mask of positions by their gaps. Varints are read in pieces: all of them as numbers take much memory."""
+    raw = np.frombuffer(data, np.uint8)
+    whole = int(np.count_nonzero(raw < 0x80))
+    if whole != count or (raw.size and raw[-1] >= 0x80):
+        raise WireError(f"{count} gaps were announced, {whole} whole ones were found")
+    mask = np.zeros(size, dtype=bool)
+    start, before = 0, -1  # the next varint, and the last position
+    while start < raw.size:
+        ends = np.flatnonzero(raw[start : start + PIECE] < 0x80) + start
+        if not ends.size:
+            raise WireError(f"a gap of more than {LONGEST_VARINT} bytes was found")
+        positions = np.cumsum(_varints(raw, start, ends) + 1) + before
+        start, before = int(ends[-1]) + 1, int(positions[-1])
+        if before >= size:  # gaps are below 2^35 and a piece has few: the sum cannot overflow
+            raise WireError(f"a position lies outside a vector of {size}")
+        mask[positions] = True
+    return mask
+
+
+def _varints(raw: np.ndarray, start: int, ends: np.ndarray) -> np.ndarray:
+    """The numbers whose last bytes are at `ends`; the first one begins at `start`."""
+    starts = np.concatenate([[start], ends[:-1] + 1])
+    lengths = ends - starts
+    if int(lengths.max()) >= LONGEST_VARINT:
         raise WireError(f"a gap of more than {LONGEST_VARINT} bytes was found")
-    positions = np.cumsum(np.add.reduceat((raw & 0x7F) << (7 * place), starts) + 1) - 1
-    if int(positions[-1]) >= size or (np.diff(positions) <= 0).any():
-        raise WireError(f"a position lies outside a vector of {size}")
-    return positions
+    numbers: np.ndarray = raw[starts].astype(np.int64) & 0x7F
+    for place in range(1, int(lengths.max()) + 1):
+        longer = np.flatnonzero(lengths >= place)
+        numbers[longer] |= (raw[starts[longer] + place].astype(np.int64) & 0x7F) << 7 * place
+    return numbers
 
 
 def _compress(data: bytes | memoryview) -> bytes:

@@ -238,9 +238,10 @@ def decode_streams(streams: list[Coded], data: memoryview) -> list[np.ndarray]:
             f"{announced} codes take at least {announced + remainder_bits} bits, {8 * len(data)} were found"
         )
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    coded_ends = int(np.count_nonzero(bits[start:]))
+    if coded_ends != announced:  # counted first: a list of them takes eight bytes for each
+        raise WireError(f"{announced} codes were announced, {coded_ends} were found")
     ends = np.flatnonzero(bits[start:].view(bool))
-    if ends.size != announced:
-        raise WireError(f"{announced} codes were announced, {ends.size} were found")
     if -(-(start + (int(ends[-1]) + 1 if announced else 0)) // 8) != len(data):
         raise WireError("bytes follow the last code")
     quotients = np.diff(ends, prepend=-1) - 1
