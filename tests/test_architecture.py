@@ -20,6 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # From the ground up: a module imports from packages below its own, and within its own package.
 LAYERS = [
     {"errors", "randomness"},
+    {"files"},
     {"parameters"},
     {"accel"},
     {"vectors", "populations", "models", "fleet"},

@@ -22,6 +22,10 @@ class UsageError(GlueFLError):
     exit_code = 2
 
 
+class Damaged(GlueFLError):
+    """A file of a run does not hold what was written into it: its checksum differs, or a part of it is missing."""
+
+
 class Diverged(GlueFLError):
     """Training produced NaN or infinite values. It would again, so that grids of runs record it as a result."""
 

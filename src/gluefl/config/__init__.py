@@ -81,6 +81,7 @@ class Checkpoint(Parameters):
     """`[checkpoint]`: how often, in rounds, a run can be resumed from; a signal always leaves one behind."""
 
     every: Count = 50
+    keep: Count = 2  # the last ones, to go back to if a file is damaged
 
 
 class Residuals(Parameters):

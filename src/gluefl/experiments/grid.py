@@ -27,7 +27,7 @@ class RunSpec:
     def is_started(self) -> bool:
         """Whether the folder holds a run of exactly this configuration."""
         config = self.folder / CONFIG
-        return config.exists() and config.read_text(encoding="utf-8") == to_toml(self.config)
+        return config.exists() and config.read_text("utf-8", "replace") == to_toml(self.config)
 
     def is_done(self) -> bool:
         """Whether that run has ended: finished, or diverged, which it would do again."""

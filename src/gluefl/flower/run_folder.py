@@ -1,23 +1,33 @@
-"""What the server writes into the folder of a run beside journal and checkpoint: `federation.json`.
-
-It holds what a checkpoint does not: the run's name, its settings, the nodes' places, accepted uploads, hashes.
-"""
+"""What a checkpoint of the server holds beside its state: the run's name, its settings, the nodes, accepted uploads."""
 
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from gluefl import wire
+from gluefl import files, wire
 from gluefl.core.server import Core
-from gluefl.errors import GlueFLError, UsageError
+from gluefl.errors import Damaged, UsageError
 from gluefl.storage import checkpoint
+from gluefl.storage.journal import Journal
 from gluefl.strategies import Strategy
 from gluefl.strategies.coded import Coded
 from gluefl.strategies.registry import STRATEGIES
 
-NAME = "federation.json"
+CHECKPOINT, JOURNAL = "checkpoint", "journal.jsonl"
+
+
+@contextmanager
+def locked(folder: Path | None) -> Iterator[None]:
+    """Be the only server that writes into a folder, if there is one."""
+    if folder is None:
+        yield
+        return
+    files.make_folder(folder)
+    with files.locked(folder):
+        yield
 
 
 @dataclass(frozen=True)
@@ -28,42 +38,42 @@ class Saved:
     settings: dict[str, Any]  # what must be the same for the run to go on
     places: dict[str, int]  # of the nodes, by their keys
     accepted: dict[int, tuple[int, str]]  # client → round and digest of its last upload that was used
-    hashes: dict[int, bytes]  # of every version
+    version_0: bytes  # its hash; those of later versions are in the journal
+    found: checkpoint.Found | None = None  # where it was read
 
-    def write(self, folder: Path) -> None:
-        """Replace the file in one step."""
-        fields = {
+    def notes(self) -> dict[str, Any]:
+        """As a checkpoint holds it."""
+        return {
             "run": self.run.hex(),
             "settings": self.settings,
             "places": self.places,
             "accepted": {str(client): list(last) for client, last in self.accepted.items()},
-            "hashes": {str(version): hash_.hex() for version, hash_ in self.hashes.items()},
+            "version_0": self.version_0.hex(),
         }
-        temporary = folder / "federation.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(fields, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / NAME)
 
     @classmethod
     def read(cls, folder: Path | None) -> "Saved | None":
-        """The run that a folder holds, None if it has no checkpoint."""
-        if folder is None or not checkpoint.exists(folder / "checkpoint"):
+        """The run that a folder holds, None if it holds none."""
+        if folder is None:
             return None
-        try:
-            fields = json.loads((folder / NAME).read_text(encoding="utf-8"))
-            return cls(
-                run=bytes.fromhex(fields["run"]),
-                settings=fields["settings"],
-                places=dict(fields["places"]),
-                accepted={int(client): (last, digest) for client, (last, digest) in fields["accepted"].items()},
-                hashes={int(version): bytes.fromhex(hash_) for version, hash_ in fields["hashes"].items()},
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise GlueFLError(
-                f"{folder}/{NAME} is damaged ({type(error).__name__}: {error}). Start the run in another folder."
-            ) from error
+        journal = folder / JOURNAL
+        found = checkpoint.find(folder / CHECKPOINT, most_rounds=Journal(journal).count())
+        if found is None:
+            if journal.exists() and journal.stat().st_size:
+                raise Damaged(
+                    f"{folder} holds the journal of a run, but no checkpoint: it was lost or removed. The run cannot "
+                    f"go on; nothing was changed. Copy {CHECKPOINT}/ back from a backup, or choose another folder."
+                )
+            return None
+        notes = found.notes
+        return cls(
+            run=bytes.fromhex(notes["run"]),
+            settings=notes["settings"],
+            places=dict(notes["places"]),
+            accepted={int(client): (last, digest) for client, (last, digest) in notes["accepted"].items()},
+            version_0=bytes.fromhex(notes["version_0"]),
+            found=found,
+        )
 
     def check(self, now: dict[str, Any], folder: Path) -> None:
         """Refuse to go on with other settings than those of `settings_of`."""

@@ -30,7 +30,7 @@ from gluefl.flower.metrics import accuracy, evaluation_line, journaled, mean_met
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.outbox import Envelope, Outbox
 from gluefl.flower.replies import Sent
-from gluefl.flower.run_folder import Saved
+from gluefl.flower.run_folder import Saved, locked
 from gluefl.flower.session import Session, open_session
 from gluefl.randomness import stream
 from gluefl.storage.journal import Journal, Line
@@ -61,6 +61,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         hooks: Iterable[Hook] = (),  # on the sum of the updates; those on a node's update are given to `GlueFLMod`
         seed: int = 1,
         out: str | Path | None = None,  # journal and checkpoints; a run that it holds goes on
+        checkpoints_kept: int = 2,  # the last ones, to go back to if a file is damaged
         statistics: Iterable[str] | nn.Module = STATISTICS,
         fraction_evaluate: float = 0.0,  # each evaluation on nodes is a download for them
         min_available_nodes: int = 0,
@@ -73,6 +74,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         row = row_of(self.strategy)
         self.averaging, self.initial = averaging or Averaging(row.average), initial or row.initial
         self.hooks, self.seed, self.out = tuple(hooks), seed, Path(out) if out is not None else None
+        self.checkpoints_kept = checkpoints_kept
         self.statistics, self.fraction_evaluate = statistics, fraction_evaluate
         self.min_available_nodes, self.wait_for_nodes_s = min_available_nodes, wait_for_nodes_s
         self.weighted_by_key = weighted_by_key
@@ -105,7 +107,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         self.summary()
         self._timeout_s = timeout
         result, evaluate = Result(), evaluate_fn or (lambda round, arrays: None)
-        with resources():
+        with resources(), locked(self.out):
             session = self.open(grid, initial_arrays)
             result.arrays = session.arrays
             if session.state.round:
@@ -153,7 +155,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             initial=self.initial,
         )
         store = self._simulation_store() if simulated else None
-        self.session = open_session(core, nodes, table, self.out, store, saved)
+        self.session = open_session(core, nodes, table, self.out, store, saved, self.checkpoints_kept)
         return self.session
 
     def configure_train(

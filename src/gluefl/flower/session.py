@@ -4,24 +4,26 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Array, ArrayRecord
+from flwr.common.logger import log
 
-from gluefl import wire
+from gluefl import files, wire
 from gluefl.core.records import Played, record
 from gluefl.core.replica import Replica, remembered_hash
 from gluefl.core.sampling import Group
 from gluefl.core.server import Aggregate, Closed, Core, State, aggregate, publish, start
-from gluefl.errors import GlueFLError
+from gluefl.errors import Damaged, GlueFLError
 from gluefl.flower.arrays import Table
 from gluefl.flower.exchange import Exchange
 from gluefl.flower.messages import to_array
 from gluefl.flower.node_store import NodeStore
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.replies import Received
-from gluefl.flower.run_folder import Saved, settings_of
+from gluefl.flower.run_folder import CHECKPOINT, JOURNAL, Saved, settings_of
 from gluefl.randomness import stream
 from gluefl.storage import checkpoint
 from gluefl.storage.journal import Journal, Line
@@ -55,6 +57,7 @@ class Session:
     store: Path | None = None  # in a simulation, where nodes find the newest version
     accepted: dict[int, tuple[int, str]] = field(default_factory=dict)  # client → round and digest of its last used one
     hashes: dict[int, bytes] = field(default_factory=dict)  # of every version
+    checkpoints_kept: int = checkpoint.KEPT  # in the folder
     version_0: Array | None = None  # as a message, where packages refer to it: for nodes that do not know it
 
     @property
@@ -137,11 +140,16 @@ class Session:
         return remembered_hash(self.hashes, version, weights, statistics)
 
     def save(self, line: Line) -> None:
-        """Journal first, then the nodes, then the state: a server that is killed at any moment can go on."""
+        """Journal first, then the checkpoint, which relies on it: a server that is killed at any moment can go on."""
         self.journal.append(line)
+        self.journal.sync()
+        self.save_state()
+
+    def save_state(self) -> None:
+        """Write a checkpoint, if there is a folder."""
         if self.folder is not None:
-            Saved(self.core.run, self.settings, self.nodes.places, self.accepted, self.hashes).write(self.folder)
-            checkpoint.save(self.folder / "checkpoint", self.state)
+            saved = Saved(self.core.run, self.settings, self.nodes.places, self.accepted, self.hashes[0])
+            checkpoint.save(self.folder / CHECKPOINT, self.state, notes=saved.notes(), keep=self.checkpoints_kept)
 
 
 def open_session(
@@ -151,19 +159,24 @@ def open_session(
     folder: Path | None,
     store: Path | None,
     saved: Saved | None,
+    checkpoints_kept: int = checkpoint.KEPT,
 ) -> Session:
     """A new run, or the one that was saved in the folder."""
     state = start(core, nodes.pool)
-    session = Session(core, state, nodes, table, Journal(folder / "journal.jsonl" if folder else None), folder, store)
+    journal = Journal(folder / JOURNAL if folder else None)
+    session = Session(core, state, nodes, table, journal, folder, store, checkpoints_kept=checkpoints_kept)
     if folder is not None:
         checkpoint.check(state)
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         if saved is not None:
             saved.check(session.settings, folder)
-            _restore(session, folder, saved)
+            _restore(session, saved)
     session.publish_version()
     if core.initial == "known":
         _publish_version_0(session)
+    if saved is None:  # from here on a run without a checkpoint is a damaged one
+        session.journal.cut(0)
+        session.save_state()
     return session
 
 
@@ -182,13 +195,22 @@ def _publish_version_0(session: Session) -> None:
         session.version_0 = to_array(wire.encode(head, body, layout.size, layout.statistics_size, codec))
 
 
-def _restore(session: Session, folder: Path, saved: Saved) -> None:
+def _restore(session: Session, saved: Saved) -> None:
     """Go back to the checkpoint: what was written after it belongs to a round that is played again."""
-    session.state = checkpoint.load(folder / "checkpoint", session.state)
-    session.journal.cut(session.state.round)
-    round, version = session.state.round, session.state.ledger.version
-    session.accepted = {client: last for client, last in saved.accepted.items() if last[0] <= round}
-    session.hashes = {held: hash_ for held, hash_ in saved.hashes.items() if held <= version}
+    if saved.found is None:
+        return
+    if saved.found.warning is not None:
+        log(WARNING, "%s: %s", session.folder, saved.found.warning)
+    session.state = state = checkpoint.load(saved.found, session.state)
+    session.journal.cut(state.round)
+    session.accepted = dict(saved.accepted)
+    session.hashes = {0: saved.version_0}
+    session.hashes |= {line["round"]: bytes.fromhex(line["hash"]) for line in session.journal.stored()}
+    if session.hashes[state.ledger.version] != wire.replica_hash(state.weights, state.statistics):
+        raise Damaged(
+            f"{session.folder}: the model of the checkpoint is not the one that the journal has for it. "
+            "Copy the folder back from a backup, or choose another folder."
+        )
 
 
 def _played(state: State, exchange: Exchange, uploads: Mapping[int, Received], update: Sparse) -> Played:

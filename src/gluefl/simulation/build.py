@@ -61,6 +61,7 @@ def run(config: Config, options: Options) -> Result:
             tf32=config.training.tf32 is not False,
             encode=config.wire.encode,
             checkpoint_every=config.checkpoint.every,
+            checkpoints_kept=config.checkpoint.keep,
             residual_memory_bytes=int(config.residuals.memory_gb * 10**9),
             residual_device_bytes=None if device_gb is None else int(device_gb * 10**9),
             residual_half=config.residuals.half,

@@ -1,8 +1,11 @@
 """What a run was started with, beside its configuration: data, module, loss and versions. Resuming compares it."""
 
 import hashlib
+import inspect
 import math
+import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,20 +18,30 @@ from gluefl.clients.rules import Loss
 from gluefl.errors import UsageError
 from gluefl.parameters import checked
 from gluefl.populations import Population, Samples
+from gluefl.randomness import stream
+from gluefl.storage import toml
 from gluefl.vectors.layout import Layout
 
-SAME_LOSS = 1e-3  # relative: another CPU or GPU rounds differently, another loss or activation is further away
+# How far outputs and losses may differ, relatively: another CPU rounds differently, a GPU also rounds the factors of
+# its products. Another activation or loss is further away.
+SAME_ON_CPUS, SAME_ON_A_GPU = 1e-4, 1e-2
 PROBED = 8  # test samples
+READ, COUNTED = 8, 256  # clients whose samples are read, and whose numbers of samples are
+OUTPUTS = 64  # values of the outputs that are kept
 
 
 @checked
 @dataclass(frozen=True)
 class Fingerprint:
-    """Hashes of the data and the module, the loss of the initial model on a few samples, and versions."""
+    """Parameters of the population, hashes of data and module, what model and loss give on a few samples, versions."""
 
+    population: dict[str, Any]
     data: str
     module: str
-    initial_loss: float | None  # None where the model cannot be evaluated on single samples
+    loss: str  # its name
+    outputs: list[float] | None  # None where the model cannot be evaluated on single samples
+    losses: list[float] | None  # of the outputs, and of a pattern that is far from them
+    device: str
     versions: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
@@ -37,17 +50,47 @@ class Fingerprint:
 
 
 def fingerprint(module: nn.Module, layout: Layout, population: Population, loss: Loss) -> Fingerprint:
-    """Of the first, the middle and the last client, the test samples, the module and its loss."""
+    """Of a few clients, the test samples, the module and its loss."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update(repr((population.clients, population.classes, tuple(population.shape))).encode())
-    test = population.test()
-    clients = sorted({0, population.clients // 2, population.clients - 1})
-    for samples in (test, *(population.train(client) for client in clients)):
+    test, clients = population.test(), _clients(population.clients)
+    digest.update(repr([population.size(client) for client in clients]).encode())
+    for samples in (test, *(population.train(client) for client in clients[:READ])):
         _add(digest, samples.inputs, samples.labels)
     structure = hashlib.blake2b(f"{module!r}".encode() + layout.fingerprint, digest_size=8)
     _add(structure, *module.parameters(), *module.buffers())  # frozen ones, too
-    versions = {"gluefl": __version__, "torch": torch.__version__.split("+")[0], "numpy": np.__version__}
-    return Fingerprint(digest.hexdigest(), structure.hexdigest(), _loss(module, population, test, loss), versions)
+    outputs, losses = _probe(module, population, test, loss)
+    return Fingerprint(
+        population=_parameters(population),
+        data=digest.hexdigest(),
+        module=structure.hexdigest(),
+        loss=getattr(loss, "__qualname__", None) or toml.text(loss),
+        outputs=outputs,
+        losses=losses,
+        device=next(module.parameters()).device.type,
+        versions={"gluefl": __version__, "torch": torch.__version__.split("+")[0], "numpy": np.__version__},
+    )
+
+
+def _clients(count: int) -> list[int]:
+    """The first, the middle and the last client, and others at random, the same ones every time."""
+    ends = dict.fromkeys((0, count // 2, count - 1))
+    others = stream(0, "fingerprint").integers(count, size=COUNTED).tolist()
+    return list(ends | dict.fromkeys(others))[:COUNTED]
+
+
+def _parameters(population: Population) -> dict[str, Any]:
+    """What a population was made with, without paths: data may move to another folder."""
+    try:
+        names = inspect.signature(type(population)).parameters
+    except (TypeError, ValueError):
+        return {}
+    values = {name: getattr(population, name, None) for name in names}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, bool | int | float) or (isinstance(value, str) and os.sep not in value)
+    }
 
 
 def _add(digest: "hashlib.blake2b", *tensors: Tensor) -> None:
@@ -58,12 +101,16 @@ def _add(digest: "hashlib.blake2b", *tensors: Tensor) -> None:
 
 def check_same(before: Fingerprint, current: Fingerprint) -> None:
     """Refuse to resume with other data, another module or another loss; warn of other versions."""
+    same_outputs = _close(before, current, "outputs")
     differing = [
         name
         for name, same in (
+            ("the parameters of the population", before.population == current.population),
             ("the data of the population", before.data == current.data),
             ("the module or its initial weights", before.module == current.module),
-            ("the loss or an activation", _close(before.initial_loss, current.initial_loss)),
+            ("an activation or another function of the model", same_outputs),
+            # Where the outputs differ, so do their losses.
+            ("the loss", before.loss == current.loss and (_close(before, current, "losses") or not same_outputs)),
         )
         if not same
     ]
@@ -80,20 +127,33 @@ def check_same(before: Fingerprint, current: Fingerprint) -> None:
         )
 
 
-def _close(a: float | None, b: float | None) -> bool:
-    return a == b or (a is not None and b is not None and math.isclose(a, b, rel_tol=SAME_LOSS))
+def _close(before: Fingerprint, current: Fingerprint, name: str) -> bool:
+    a: Sequence[float] | None = getattr(before, name)
+    b: Sequence[float] | None = getattr(current, name)
+    if a is None or b is None or len(a) != len(b):
+        return a == b
+    tolerance = SAME_ON_CPUS if before.device == current.device == "cpu" else SAME_ON_A_GPU
+    largest = max(map(abs, (*a, *b)), default=0.0)
+    return all(abs(x - y) <= tolerance * largest for x, y in zip(a, b, strict=True))
 
 
 @torch.no_grad()
-def _loss(module: nn.Module, population: Population, test: Samples, loss: Loss) -> float | None:
+def _probe(
+    module: nn.Module, population: Population, test: Samples, loss: Loss
+) -> tuple[list[float] | None, list[float] | None]:
+    """Outputs of the module for a few samples, and losses."""
     device, modes = next(module.parameters()).device, {part: part.training for part in module.modules()}
-    inputs: Tensor = test.inputs[:PROBED].to(device)
+    inputs, labels = test.inputs[:PROBED].to(device), test.labels[:PROBED].to(device)
     try:
         module.eval()
-        value = float(loss(module(population.transform(inputs)), test.labels[:PROBED].to(device)))
+        outputs = module(population.transform(inputs))
+        values = outputs.flatten()[:OUTPUTS].tolist()
+        # The first outputs of a model are small, where many losses are alike.
+        pattern = 3 * torch.cos(1.7 * torch.arange(outputs.numel(), device=device)).view_as(outputs).to(outputs.dtype)
+        losses = [float(loss(outputs, labels)), float(loss(pattern, labels))]
     except Exception:
-        return None  # what is wrong with the model or its data is reported when it is trained
+        return None, None  # what is wrong with the model or its data is reported when it is trained
     finally:
         for part, training in modes.items():
             part.training = training
-    return value if math.isfinite(value) else None
+    return (values, losses) if all(map(math.isfinite, (*values, *losses))) else (None, None)

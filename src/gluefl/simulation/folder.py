@@ -1,25 +1,33 @@
 """The folder of a run: who may write into it, and whether it holds the run that is to go on."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
 
+from gluefl import files
 from gluefl.core.sampling import Sampler
 from gluefl.core.server import State
-from gluefl.errors import GlueFLError, UsageError
+from gluefl.errors import Damaged, UsageError
 from gluefl.populations import Population
 from gluefl.simulation.fingerprint import Fingerprint, check_same
 from gluefl.simulation.settings import Options, Setting
 from gluefl.storage import checkpoint, toml
 from gluefl.storage.journal import Journal
+from gluefl.storage.sealed import seal
 from gluefl.strategies import Strategy
 
-MOVABLE = ("rounds =", "target =", "stop_at_target =", "memory_gb =", "device_gb =")  # may differ when a run goes on
-IDENTITY = "fingerprint.json"  # beside the checkpoint
+# What may differ when a run goes on.
+MOVABLE = ("rounds =", "target =", "stop_at_target =", "memory_gb =", "device_gb =", "keep =")
+CONFIG, JOURNAL, MODEL, SUMMARY = "config.toml", "journal.jsonl", "model.safetensors", "summary.json"
+CHECKSUMS = "checksums.json"  # of the files that a run leaves at its end
+CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -29,37 +37,94 @@ class RunFolder:
     path: Path
     description: str
     identity: Fingerprint
+    stores: Mapping[str, checkpoint.Store] = field(default_factory=dict)
+    keep: int = checkpoint.KEPT  # checkpoints
 
-    def open(self, resume: bool, fresh: State, journal: Journal, stores: Mapping[str, checkpoint.Store]) -> State:
-        """Make the folder, or go on in it."""
+    @contextmanager
+    def locked(self, resume: bool, fresh: State) -> Iterator[None]:
+        """Make the folder, unless it holds something else; no other process can write into it meanwhile."""
         checkpoint.check(fresh)
-        config, saved = self.path / "config.toml", self.path / "checkpoint"
+        self._check_usable(resume)
+        files.make_folder(self.path)
+        with files.locked(self.path):
+            self._check_usable(resume)  # another process may have used it in between
+            yield
+
+    def open(self, fresh: State, journal: Journal) -> State:
+        """The state to go on from: that of a new run, or of the run in the folder."""
+        saved, config = self.path / CHECKPOINT, self.path / CONFIG
+        found = checkpoint.find(saved, self.stores, journal.count())
+        if found is not None:
+            self._check_configuration(found.notes["config"])
+            check_same(Fingerprint(**found.notes["fingerprint"]), self.identity)
+            self._report(found)
+            state = checkpoint.load(found, fresh, self.stores)
+        else:
+            self._check_new()
+            state = fresh
+        for name in (CHECKSUMS, SUMMARY):  # they are of the rounds that were done before
+            (self.path / name).unlink(missing_ok=True)
+        files.write(config, self.description)
+        journal.cut(state.round)
+        if found is None:  # from here on a run without a checkpoint is a damaged one
+            self.save(state)
+        return state
+
+    def save(self, state: State) -> None:
+        """Write a checkpoint."""
+        notes = {"config": self.description, "fingerprint": self.identity.as_json()}
+        checkpoint.save(self.path / CHECKPOINT, state, self.stores, notes, self.keep)
+
+    def finish(self, model: dict[str, Tensor], summary: Mapping[str, Any]) -> None:
+        """Write what a run leaves at its end. The summary comes last: it says that the run is done."""
+        contents = {
+            MODEL: to_bytes(model),
+            SUMMARY: (json.dumps(summary, indent=2) + "\n").encode(),
+            CONFIG: self.description.encode(),
+        }
+        files.write(self.path / MODEL, contents[MODEL])
+        digests = {name: files.digest(data) for name, data in contents.items()}
+        files.write(self.path / CHECKSUMS, seal({"rounds": summary["rounds"], "files": digests}))
+        files.write(self.path / SUMMARY, contents[SUMMARY])
+
+    def _check_usable(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file; --out needs a folder.")
-        if config.exists() and not resume:
-            raise UsageError(f"{self.path} holds a run already: choose another --out, or go on with it by --resume.")
-        if not config.exists() and self.path.exists() and any(self.path.iterdir()):
+        if not self.path.exists() or not any(self.path.iterdir()):
+            return
+        if not any((self.path / name).exists() for name in (CONFIG, JOURNAL, CHECKPOINT)):
             raise UsageError(f"{self.path} is not empty and holds no run of gluefl: choose another --out.")
-        self.path.mkdir(parents=True, exist_ok=True)
-        checkpoint.check_format(saved)
+        if not resume:
+            raise UsageError(f"{self.path} holds a run already: choose another --out, or go on with it by --resume.")
+
+    def _check_new(self) -> None:
+        """A folder without a checkpoint holds at most the beginning of a run that never came to its first round."""
+        traces = [JOURNAL] if (self.path / JOURNAL).exists() and (self.path / JOURNAL).stat().st_size else []
+        traces += [name for name in (SUMMARY, MODEL, CHECKSUMS) if (self.path / name).exists()]
+        traces += [f"{CHECKPOINT}/{path.name}" for path in sorted((self.path / CHECKPOINT).glob("*.bin"))]
+        if traces:
+            raise Damaged(
+                f"{self.path} holds {', '.join(traces)} of a run, but no checkpoint: it was lost or removed, as a "
+                "study does at the end of a run. The run cannot go on; nothing was changed. Copy "
+                f"{CHECKPOINT}/ back from a backup, or start the run again in another folder."
+            )
+        config = self.path / CONFIG
         if config.exists():
-            self._check_configuration(config.read_text(encoding="utf-8"))
-        state = fresh
-        if checkpoint.exists(saved):
-            self._check_identity(saved / IDENTITY)
-            state = checkpoint.load(saved, fresh, stores)
-        saved.mkdir(exist_ok=True)
-        (saved / IDENTITY).write_text(json.dumps(self.identity.as_json()) + "\n", encoding="utf-8")
-        (self.path / "summary.json").unlink(missing_ok=True)  # it is of the rounds that were done before
-        config.write_text(self.description, encoding="utf-8")
-        journal.cut(state.round)
-        return state
+            self._check_configuration(config.read_text(encoding="utf-8", errors="replace"))
+
+    def _report(self, found: checkpoint.Found) -> None:
+        """Tell the user what is damaged and mended."""
+        if found.warning is not None:
+            warnings.warn(f"{self.path}: {found.warning}", stacklevel=5)
+        config = self.path / CONFIG
+        if not config.exists() or _fixed(config.read_text("utf-8", "replace")) != _fixed(found.notes["config"]):
+            warnings.warn(
+                f"{config} is not as the run wrote it; it is written again from the checkpoint's copy", stacklevel=5
+            )
 
     def _check_configuration(self, old: str) -> None:
         """A run goes on with the configuration it was started with; only its end and its memory may change."""
-        before, now = (
-            [line for line in text.splitlines() if not line.startswith(MOVABLE)] for text in (old, self.description)
-        )
+        before, now = _fixed(old), _fixed(self.description)
         if before != now:
             lines = "\n".join(f"  {line}" for line in sorted(set(before) ^ set(now)))
             raise UsageError(
@@ -67,18 +132,13 @@ class RunFolder:
                 f"They differ in:\n{lines}"
             )
 
-    def _check_identity(self, path: Path) -> None:
-        try:
-            before = Fingerprint(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise GlueFLError(
-                f"{path} is damaged or missing ({type(error).__name__}: {error}), so that nothing shows whether data, "
-                "model and loss are those that the run was started with. Start the run again in another folder."
-            ) from error
-        check_same(before, self.identity)
+
+def _fixed(text: str) -> list[str]:
+    """The lines of a configuration that must stay the same."""
+    return [line for line in text.splitlines() if not line.startswith(MOVABLE)]
 
 
-def description(
+def describe(
     module: nn.Module,
     population: Population,
     strategy: Strategy,
@@ -101,10 +161,11 @@ def description(
         "sampling": sampler,
         "training": setting.training,
         "server": setting.server,
+        "averaging": setting.averaging,
         "devices": setting.devices,
         "arrivals": setting.arrivals,
     }
-    tables = {key: _table(part) for key, part in parts.items()}
+    tables = {key: _table(part) for key, part in parts.items() if part is not None}
     return toml.dumps({**scalars, **tables, "hooks": [_table(hook) for hook in setting.hooks]})
 
 

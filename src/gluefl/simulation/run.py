@@ -2,12 +2,9 @@
 
 import copy
 import hashlib
-import json
-import math
-import time
-from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +15,6 @@ from torch import nn
 
 from gluefl import wire
 from gluefl.accel.resources import resources
-from gluefl.accel.streams import on_side_stream
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator
 from gluefl.clients.residuals import Residuals, room_on
@@ -26,20 +22,20 @@ from gluefl.clients.trainers.choice import choose
 from gluefl.core.averaging import Averaging
 from gluefl.core.sampling import Pool, Sampler, Sticky, Uniform
 from gluefl.core.server import Core, State, start
-from gluefl.errors import DataError, Diverged, Interrupted, UsageError
+from gluefl.errors import DataError, UsageError
 from gluefl.parameters import Has, NonNegativeCount, check
 from gluefl.populations import Population
 from gluefl.randomness import stream
-from gluefl.simulation import folder as run_folder
 from gluefl.simulation.channel import Encoded, Measured
 from gluefl.simulation.fingerprint import fingerprint
+from gluefl.simulation.folder import CHECKPOINT, JOURNAL, RunFolder, describe
 from gluefl.simulation.lookahead import player as player  # without look-ahead: from gluefl.simulation.round
+from gluefl.simulation.loop import Loop, Records
 from gluefl.simulation.parts import Simulation
-from gluefl.simulation.process import device_of, interruptible, tf32
+from gluefl.simulation.process import device_of
 from gluefl.simulation.progress import progress
-from gluefl.simulation.settings import Callback, Evaluation, Options, Setting
-from gluefl.storage import checkpoint
-from gluefl.storage.journal import Journal, Line, reached_round, summarise
+from gluefl.simulation.settings import Options, Setting
+from gluefl.storage.journal import Journal, Line, Totals
 from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
 from gluefl.vectors.layout import Layout
@@ -48,11 +44,16 @@ from gluefl.vectors.sparse import whole
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gives back: the trained module, the journal's lines and their summary."""
+    """What a run gives back: the trained module, the journal and its summary."""
 
     module: nn.Module
-    journal: list[Line]
+    written: Journal
     summary: dict[str, Any]
+
+    @cached_property
+    def journal(self) -> list[Line]:
+        """The lines of the journal; those of a run with a folder are read from there when they are first used."""
+        return self.written.lines
 
 
 def train(
@@ -86,31 +87,31 @@ def train(
     if setting.initial_weights is not None:
         _load_weights(module, setting.initial_weights)
     chosen = sampler or _default_sampler(strategy, population.clients)
-    description = run_folder.description(module, population, strategy, chosen, setting, options)
-    with resources():
+    description = describe(module, population, strategy, chosen, setting, options)
+    with resources(), ExitStack() as held:
         sim, state = _assemble(module, population, strategy, chosen, setting, options, description)
-        journal = Journal(options.folder / "journal.jsonl" if options.folder else None)
+        folder, journal = None, Journal()
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
-            run = run_folder.RunFolder(options.folder, description, identity)
-            state = run.open(options.resume, state, journal, sim.stores)
+            folder = RunFolder(options.folder, description, identity, sim.stores, options.checkpoints_kept)
+            held.enter_context(folder.locked(options.resume, state))
+            journal = Journal(options.folder / JOURNAL)
+            state = folder.open(state, journal)
         evaluation = setting.evaluation
+        totals = Totals.of(journal.stored(), evaluation.target, evaluation.average)
         evaluator = Evaluator(
             module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
         with progress(rounds, options.progress) as shown:
-            loop = _Loop(rounds, evaluation, options, (*shown, *options.callbacks))
-            state = loop.run(sim, state, journal, evaluator)
-        summary = _summary(sim, journal, setting)
+            loop = Loop(rounds, evaluation, options, (*shown, *options.callbacks))
+            state = loop.run(player(sim.core.space.device), sim, state, Records(journal, totals, folder), evaluator)
+        summary = _summary(sim, totals)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
-    named = sim.core.layout.state_dict(module, *state.model)
-    if options.folder is not None:
-        checkpoint.write_tensors(options.folder / "model.safetensors", named)
-        whole_file = options.folder / "summary.json.tmp"  # a summary is whole or absent: it says that a run is done
-        whole_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        whole_file.replace(options.folder / "summary.json")
-    return Result(module.cpu().eval(), journal.lines, summary)
+        named = sim.core.layout.state_dict(module, *state.model)
+        if folder is not None:
+            folder.finish(named, summary)
+    return Result(module.cpu().eval(), journal, summary)
 
 
 def _check_arguments(*arguments: Any) -> None:
@@ -172,10 +173,11 @@ def _assemble(
         channel=Encoded(core) if options.encode else Measured(),
         residuals=Residuals(
             layout.size,
-            options.folder / "checkpoint" if options.folder else None,
+            options.folder / CHECKPOINT if options.folder else None,
             options.residual_memory_bytes,
             options.residual_half,
             room_on(device, options.residual_device_bytes),
+            keep=options.checkpoints_kept,
         ),
         arrivals=setting.arrivals,
     )
@@ -195,63 +197,12 @@ def _memories(setting: Setting, options: Options, layout: Layout) -> Residuals |
     kept = setting.training.kept(layout.size)
     if not kept:
         return None
-    folder = options.folder / "checkpoint" / "memories" if options.folder else None
-    return Residuals(kept, folder, options.residual_memory_bytes)
+    folder = options.folder / CHECKPOINT / "memories" if options.folder else None
+    return Residuals(kept, folder, options.residual_memory_bytes, keep=options.checkpoints_kept)
 
 
-@dataclass(frozen=True)
-class _Loop:
-    """When a run ends, and what happens between its rounds."""
-
-    rounds: int
-    evaluation: Evaluation
-    options: Options
-    callbacks: Sequence[Callback]
-
-    def is_over(self, state: State, journal: Journal) -> bool:
-        reached = reached_round(journal.lines, self.evaluation.target, self.evaluation.average)
-        return state.round >= self.rounds or (self.evaluation.stop_at_target and reached is not None)
-
-    def run(self, sim: Simulation, state: State, journal: Journal, evaluator: Evaluator) -> State:
-        """Round after round; what is journaled and checkpointed survives whatever happens then."""
-        play, device, folder = player(sim.core.space.device), sim.core.space.device, self.options.folder
-        with interruptible() as interrupted, tf32(self.options.tf32), closing(sim):
-            stop = False
-            while not (self.is_over(state, journal) or stop or interrupted):
-                began = time.perf_counter()
-                state, played = play(sim, state)
-                line = played.line
-                if state.round % self.evaluation.every == 0 or state.round == self.rounds:
-                    line |= _evaluated(evaluator, state, device)
-                line["wall_s"] = time.perf_counter() - began
-                journal.append(line)
-                stop = any([callback(line, state) for callback in self.callbacks])  # noqa: C419 - all are called
-                ends = stop or interrupted or (self.options.checkpoint_at_end and self.is_over(state, journal))
-                if folder and (state.round % self.options.checkpoint_every == 0 or ends):
-                    journal.sync()  # a checkpoint must never be ahead of it
-                    with on_side_stream(device, "checkpoint"):
-                        checkpoint.save(folder / "checkpoint", state, sim.stores)
-        if interrupted:
-            hint = f" Go on with --resume --out {folder}." if folder else ""
-            raise Interrupted(f"interrupted after round {state.round} of {self.rounds}.{hint}")
-        return state
-
-
-def _evaluated(evaluator: Evaluator, state: State, device: torch.device) -> dict[str, float]:
-    with on_side_stream(device, "evaluation"):
-        result = evaluator(*state.model)
-    if not math.isfinite(result.loss):
-        raise Diverged(f"round {state.round}: the test loss is {result.loss}: the training diverged.")
-    if not math.isfinite(result.accuracy):
-        raise UsageError(
-            f"round {state.round}: the metric is {result.accuracy} where the test loss is {result.loss:.4g}. "
-            "Pass Evaluation(metric=…) a function that returns one finite number per sample."
-        )
-    return {"accuracy": result.accuracy, "test_loss": result.loss}
-
-
-def _summary(sim: Simulation, journal: Journal, setting: Setting) -> dict[str, Any]:
-    core, evaluation = sim.core, setting.evaluation
+def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:
+    core = sim.core
     everything = wire.Body(
         # The whole model in one message: what a client that holds nothing downloads under FedAvg.
         update=whole(torch.zeros(core.space.size)),
@@ -259,13 +210,12 @@ def _summary(sim: Simulation, journal: Journal, setting: Setting) -> dict[str, A
         shared=wire.Shared(replace(core.space, device=torch.device("cpu")).mask(True)),
         sends_mask=True,
     )
-    totals = summarise(journal.lines, evaluation.target, evaluation.average, wire.measure(everything))
     trainer = getattr(sim.engine, "trainer", sim.engine)
     return {
         "strategy": name_of(core.strategy),
         "seed": core.seed,
         "parameters": core.space.size,
-        **totals,
+        **totals.summary(wire.measure(everything)),
         "trainer": type(trainer).__name__.lower(),
         "client_accuracy": None,
     }

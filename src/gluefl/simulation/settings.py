@@ -75,6 +75,7 @@ class Options:
     tf32: bool = True  # on a GPU, products of ten-bit mantissas, as PyTorch's convolutions have by default
     encode: bool = False  # encode, decode and check every message
     checkpoint_every: Count = 10  # rounds
+    checkpoints_kept: Count = 2  # the last ones, to go back to if a file is damaged
     checkpoint_at_end: bool = True  # so that a finished run can be given more rounds
     residual_memory_bytes: NonNegativeCount = 3 * 10**8
     residual_device_bytes: NonNegativeCount | None = None  # on a GPU: a third of what is free

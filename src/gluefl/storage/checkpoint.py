@@ -1,12 +1,15 @@
 """A run on disk, so that it can go on: safetensors and JSON, nothing is pickled.
 
-`state.json` is replaced last and in one step; it names the tensor file that belongs to it. Whatever moment a run is
-killed at, the old checkpoint or the new one is whole.
+A checkpoint is a manifest, `state-ROUND.json`, and the tensor file that it names with its checksum; the manifest has a
+checksum of its own and is written last. The last few checkpoints are kept: whatever moment a run is killed at, and
+whichever file is damaged, one of them is whole, or the run says that none is.
 """
 
+import contextlib
 import json
-import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,13 +18,19 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from gluefl.core.ledger import Ledger
+from gluefl import files
 from gluefl.core.server import State
-from gluefl.errors import GlueFLError
-from gluefl.storage.tree import put_together, take_apart
+from gluefl.errors import Damaged, GlueFLError
+from gluefl.storage.sealed import seal, unseal
+from gluefl.storage.states import put_state_together, take_state_apart
 
-VERSION = 3  # 2 held no average and no recurrence, 1 a flat strategy state and a velocity
+VERSION = 4  # 3 had no checksums, 2 held no average and no recurrence, 1 a flat strategy state and a velocity
+KEPT = 2  # checkpoints
+OLD = "state.json"  # the manifest of formats 1 to 3
 NOTHING: Mapping[str, "Store"] = {}
+NO_NOTES: Mapping[str, Any] = {}
+Manifest = dict[str, Any]
+MISREAD = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 
 
 class Store(Protocol):
@@ -31,162 +40,211 @@ class Store(Protocol):
         """Write what is not written yet and say where everything lies, as JSON can hold it."""
         ...
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Go back to a checkpoint."""
+    def check(self, saved: dict[str, Any]) -> None:
+        """Raise `Damaged` unless everything that a checkpoint names is as it was written; changes nothing."""
+        ...
+
+    def restore(self, saved: dict[str, Any], older: Sequence[dict[str, Any]] = ()) -> None:
+        """Go back to a checkpoint; what the older ones need, oldest first, stays."""
         ...
 
     def discard_old(self) -> None:
-        """Delete what the last checkpoint does not need."""
+        """Delete what the last checkpoints do not need."""
         ...
 
 
-def save(folder: Path, state: State, stores: Mapping[str, Store] = NOTHING) -> None:
-    """Write a checkpoint beside the old one and switch to it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    skeletons, tensors = _trees(state)
-    tensors |= {
-        "weights": state.weights,
-        "statistics": state.statistics,
-        "changed_at": state.ledger.changed_at,
-    }
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to go on from, those before it, oldest first, and why newer ones are not used."""
+
+    folder: Path
+    manifest: Manifest
+    older: Sequence[Manifest] = ()
+    unusable: Sequence[str] = ()
+
+    @property
+    def round(self) -> int:
+        """Rounds done."""
+        return int(self.manifest["round"])
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What was saved beside the state."""
+        return dict(self.manifest["notes"])
+
+    @property
+    def warning(self) -> str | None:
+        """What to tell the user if this is not the newest checkpoint, else None."""
+        reasons = "".join(f"\n  {reason}" for reason in self.unusable)
+        return f"the run goes back to its checkpoint of round {self.round}:{reasons}" if reasons else None
+
+
+def save(
+    folder: Path,
+    state: State,
+    stores: Mapping[str, Store] = NOTHING,
+    notes: Mapping[str, Any] = NO_NOTES,
+    keep: int = KEPT,
+) -> None:
+    """Write a checkpoint beside the last ones and delete the oldest; notes are what else JSON can hold."""
+    files.make_folder(folder)
+    fields, tensors = take_state_apart(state)
+    data = to_bytes({key: tensor.cpu().clone() for key, tensor in tensors.items()})
     name = f"state-{state.round}.safetensors"
-    write_tensors(folder / f"{name}.tmp", {key: tensor.cpu().clone() for key, tensor in tensors.items()})
-    _sync(folder / f"{name}.tmp")
-    os.replace(folder / f"{name}.tmp", folder / name)
-    saved = {
+    files.write(folder / name, data)
+    manifest = {
         "version": VERSION,
-        "tensors": name,
         "round": state.round,
-        "clock_s": state.clock_s,
-        "up_bytes": state.up_bytes,
-        "sampler": list(state.sampler),
-        **skeletons,
-        "ledger": {
-            "version": state.ledger.version,
-            "held": {str(client): version for client, version in state.ledger.held.items()},
-            "unused": sorted(state.ledger.unused),
-        },
+        "tensors": {"name": name, "bytes": len(data), "digest": files.digest(data)},
+        **fields,
         "stores": {name: store.checkpoint() for name, store in stores.items()},
+        "notes": notes,
     }
-    temporary = folder / "state.json.tmp"
-    temporary.write_text(json.dumps(saved), encoding="utf-8")
-    _sync(temporary)
-    os.replace(temporary, folder / "state.json")
-    for old in folder.glob("state-*.safetensors*"):
-        if old.name != name:
-            old.unlink()
+    files.write(_manifest_path(folder, state.round), seal(manifest, allow_nan=True))
+    _discard(folder, rounds_in(folder)[keep:])
     for store in stores.values():
         store.discard_old()
 
 
 def check(state: State) -> None:
     """Refuse a state that a checkpoint could not hold, before anything is trained."""
-    _trees(state)
+    take_state_apart(state)
 
 
-def load(folder: Path, fresh: State, stores: Mapping[str, Store] = NOTHING) -> State:
-    """The state of a checkpoint; `fresh` is the state of the same run before round 1."""
+def rounds_in(folder: Path) -> list[int]:
+    """The rounds of the checkpoints in a folder, newest first."""
+    names = (re.fullmatch(r"state-(0|[1-9]\d*)\.json", path.name) for path in folder.glob("state-*.json"))
+    return sorted((int(name[1]) for name in names if name), reverse=True)
+
+
+def exists(folder: Path) -> bool:
+    """Whether there is a checkpoint to resume from, whole or not."""
+    return bool(rounds_in(folder)) or (folder / OLD).exists()
+
+
+def find(folder: Path, stores: Mapping[str, Store] = NOTHING, most_rounds: int | None = None) -> Found | None:
+    """The newest whole checkpoint of at most so many rounds, None if there is no checkpoint; changes nothing.
+
+    An error of the system, such as a missing permission, is raised as it is: it says nothing about the files.
+    """
+    check_format(folder)
+    rounds = rounds_in(folder)
+    if (folder / OLD).exists() and not rounds:
+        raise Damaged(f"the checkpoint {folder / OLD} is damaged. Start the run again in another folder.")
+    unusable = []
+    for at, round in enumerate(rounds):
+        if most_rounds is not None and round > most_rounds:
+            unusable.append(f"checkpoint of round {round}: the journal has only {most_rounds} whole lines")
+            continue
+        try:
+            manifest = read_manifest(folder, round)
+            check_tensors(folder, manifest)
+            for name, store in stores.items():
+                store.check(manifest["stores"][name])
+        except Damaged as error:
+            unusable.append(f"checkpoint of round {round}: {error}")
+            continue
+        return Found(folder, manifest, _readable(folder, reversed(rounds[at + 1 :])), unusable)
+    if not rounds:
+        return None
+    reasons = "".join(f"\n  {reason}" for reason in unusable)
+    raise Damaged(
+        f"no checkpoint in {folder} is whole, each is damaged:{reasons}\nCopy the folder of the run back from a "
+        "backup, or start the run again in another folder."
+    )
+
+
+def load(found: Found, fresh: State, stores: Mapping[str, Store] = NOTHING) -> State:
+    """The state of a checkpoint; `fresh` is the state of the same run before round 1. Newer ones are deleted."""
+    folder, manifest = found.folder, found.manifest
     try:
-        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        _check_format(folder, saved)
-        tensors = load_file(folder / saved["tensors"], device=str(fresh.weights.device))
+        tensors = load_file(folder / manifest["tensors"]["name"], device=str(fresh.weights.device))
         for name in ("weights", "statistics"):
             if tensors[name].shape != getattr(fresh, name).shape:
                 raise GlueFLError(
                     f"{folder}: the checkpoint has {tensors[name].numel()} {name}, the model of this configuration "
                     f"has {getattr(fresh, name).numel()}. Resume with the configuration the run was started with."
                 )
-        state = _state(saved, tensors, fresh)
-        for name, store in stores.items():  # last, because a store changes its files
-            store.restore(saved["stores"][name])
-        return state
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise GlueFLError(
-            f"the checkpoint in {folder} is damaged ({type(error).__name__}: {error}). "
-            "Start the run again in another folder."
+        state = put_state_together(manifest, tensors, fresh)
+    except MISREAD as error:
+        raise Damaged(
+            f"the checkpoint of round {found.round} in {folder} is damaged ({type(error).__name__}: {error}), or it is "
+            "of another configuration. Start the run again in another folder."
         ) from error
+    # Last, because they change files.
+    _discard(folder, [round for round in rounds_in(folder) if round > found.round])
+    for name, store in stores.items():
+        store.restore(manifest["stores"][name], [one["stores"][name] for one in found.older])
+    return state
 
 
-def _state(saved: dict[str, Any], tensors: dict[str, Tensor], fresh: State) -> State:
-    ledger, changed_at = saved["ledger"], tensors["changed_at"]
-    if (changed_at.shape, changed_at.dtype) != (fresh.ledger.changed_at.shape, fresh.ledger.changed_at.dtype):
-        raise ValueError(f"changed_at is {changed_at.dtype} {tuple(changed_at.shape)}")
-    return State(
-        round=_count(saved["round"]),
-        clock_s=float(saved["clock_s"]),
-        weights=tensors["weights"],
-        statistics=tensors["statistics"],
-        ledger=Ledger(
-            changed_at,
-            _count(ledger["version"]),
-            {int(client): _count(version) for client, version in ledger["held"].items()},
-            frozenset(map(_count, ledger["unused"])),
-            fresh.ledger.initial_known,
-            put_together(saved["recurrence"], tensors, fresh.ledger.recurrence),
-        ),
-        sampler=tuple(map(_integer, saved["sampler"])),
-        strategy=put_together(saved["strategy"], tensors, fresh.strategy),
-        optimizer=put_together(saved["optimizer"], tensors, fresh.optimizer),
-        average=put_together(saved["average"], tensors, fresh.average),
-        up_bytes=None if saved["up_bytes"] is None else _count(saved["up_bytes"]),
-    )
+def read_manifest(folder: Path, round: int) -> Manifest:
+    """The manifest of a checkpoint; raises `Damaged` unless it is as it was written."""
+    path = _manifest_path(folder, round)
+    try:
+        manifest, is_sealed = unseal(path.read_bytes())
+    except (ValueError, FileNotFoundError) as error:
+        raise Damaged(f"{path.name} is damaged: {error}") from error
+    if not is_sealed or manifest.get("round") != round:
+        raise Damaged(f"{path.name} is damaged: it has no checksum, or is of another round")
+    _check_version(folder, manifest)
+    return manifest
 
 
-def _integer(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{value!r} where an integer is expected")
-    return value
-
-
-def _count(value: Any) -> int:
-    count = _integer(value)
-    if count < 0:
-        raise ValueError(f"{count} where a number of rounds, clients or bytes is expected")
-    return count
+def check_tensors(folder: Path, manifest: Manifest) -> None:
+    """Raise `Damaged` unless the tensor file of a checkpoint is as it was written."""
+    tensors = manifest["tensors"]
+    path = folder / tensors["name"]
+    if not path.exists():
+        raise Damaged(f"{path.name} is missing")
+    if (size_bytes := path.stat().st_size) != tensors["bytes"]:
+        raise Damaged(f"{path.name} is damaged: it has {size_bytes} bytes, {tensors['bytes']} were written")
+    if files.digest_of(path) != tensors["digest"]:
+        raise Damaged(f"{path.name} is damaged: its checksum differs")
 
 
 def check_format(folder: Path) -> None:
-    """Refuse a checkpoint of another format, before anything else about its run is compared."""
-    try:
-        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return  # `load` refuses what is damaged
-    if isinstance(saved, dict) and "version" in saved:
-        _check_format(folder, saved)
+    """Refuse a checkpoint of an older format, before anything else about its run is compared."""
+    if (folder / OLD).exists():
+        try:
+            manifest = json.loads((folder / OLD).read_bytes())
+        except (ValueError, RecursionError):
+            return  # `find` refuses what is damaged
+        if isinstance(manifest, dict) and "version" in manifest:
+            _check_version(folder, manifest)
 
 
-def _check_format(folder: Path, saved: dict[str, Any]) -> None:
-    if saved["version"] != VERSION:
+def _check_version(folder: Path, manifest: Manifest) -> None:
+    if manifest["version"] != VERSION:
         raise GlueFLError(
-            f"{folder} holds a checkpoint of format {saved['version']}, this version of gluefl reads format "
+            f"{folder} holds a checkpoint of format {manifest['version']}, this version of gluefl reads format "
             f"{VERSION}: go on with the version that wrote it, or start the run again in another folder."
         )
 
 
-def exists(folder: Path) -> bool:
-    """Whether there is a checkpoint to resume from."""
-    return (folder / "state.json").exists()
+def _manifest_path(folder: Path, round: int) -> Path:
+    return folder / f"state-{round}.json"
 
 
-def _trees(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    trees = {
-        "strategy": state.strategy,
-        "optimizer": state.optimizer,
-        "average": state.average,
-        "recurrence": state.ledger.recurrence,
-    }
-    skeletons, tensors = {}, dict[str, Tensor]()
-    for name, tree in trees.items():
-        skeletons[name], parts = take_apart(tree, name)
-        tensors |= parts
-    return skeletons, tensors
+def _readable(folder: Path, rounds: Iterable[int]) -> list[Manifest]:
+    """The manifests of these checkpoints, without those that are damaged."""
+    manifests = []
+    for round in rounds:
+        with contextlib.suppress(Damaged):
+            manifests.append(read_manifest(folder, round))
+    return manifests
+
+
+def _discard(folder: Path, rounds: Iterable[int]) -> None:
+    """Delete checkpoints, and tensor files without a manifest."""
+    for round in rounds:
+        _manifest_path(folder, round).unlink()
+    names = {f"state-{round}.safetensors" for round in rounds_in(folder)}
+    for path in folder.glob("state-*"):
+        if path.suffix == files.TEMPORARY or (path.suffix == ".safetensors" and path.name not in names):
+            path.unlink()
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
     """As `save_file` of safetensors, whose error on a full disk is none of the system's and says less."""
     path.write_bytes(to_bytes(tensors, notes))
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

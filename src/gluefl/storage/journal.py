@@ -1,77 +1,176 @@
-"""The journal: one JSON line a round, flushed; and what it adds up to."""
+"""The journal: one JSON line a round, each with a checksum; and what it adds up to."""
 
-import json
+import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gluefl.errors import GlueFLError
+from gluefl import files
+from gluefl.errors import Damaged
+from gluefl.storage.sealed import seal, unseal
 
 Line = dict[str, Any]
+SUMMED = (
+    "down_bytes",
+    "up_bytes",
+    "wasted_down_bytes",
+    "wasted_up_bytes_estimate",
+    "authors_down_bytes",
+    "authors_up_bytes",
+    "download_s",
+    "compute_s",
+    "upload_s",
+    "wasted_s",
+)
 
 
 class Journal:
-    """Lines in memory, and in a file if there is one. What was written is there after a crash."""
+    """Lines in a file, or in memory if there is none. What was written is there after a crash."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path, self.lines = path, list[Line]()
+        self.path, self._in_memory = path, list[Line]()
+
+    @property
+    def lines(self) -> list[Line]:
+        """All lines. Those of a file are read when they are asked for: a long run does not keep them in memory."""
+        return self._in_memory if self.path is None else list(self.stored())
+
+    def stored(self) -> Iterator[Line]:
+        """The lines up to the first that is damaged or has no checksum, one after the other."""
+        if self.path is None:
+            yield from self._in_memory
+        elif self.path.exists():
+            yield from (line for line, _, is_sealed in _whole_lines(self.path) if is_sealed)
 
     def append(self, line: Line) -> None:
         """Add a line and flush it."""
-        self.lines.append(line)
-        if self.path is not None:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
+        if self.path is None:
+            self._in_memory.append(line)
+            return
+        with open(self.path, "ab") as file:
+            file.write(seal(line))
 
     def sync(self) -> None:
         """Let what was written outlast a power failure too."""
         if self.path is not None and self.path.exists():
             with open(self.path, "ab") as file:
                 os.fsync(file.fileno())
+            files.sync_folder(self.path.parent)
+
+    def count(self) -> int:
+        """How many rounds have whole lines, from the first on."""
+        return sum(1 for _ in self.stored())
 
     def cut(self, rounds: int) -> None:
         """Go back to a checkpoint: keep the lines of the first rounds."""
-        if self.path is not None:
-            lines, _ = read(self.path) if self.path.exists() else ([], False)
-            self.lines = [line for line in lines if line["round"] <= rounds]
-            if len(self.lines) < rounds:
-                raise GlueFLError(
-                    f"{self.path} holds {len(self.lines)} whole lines, the checkpoint is of round {rounds}: "
-                    "the journal was damaged. Start the run again in another folder."
-                )
-            text = "".join(json.dumps(line) + "\n" for line in self.lines)
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.path)
+        if self.path is None:
+            del self._in_memory[rounds:]
+            return
+        if (whole := self.count()) < rounds:
+            raise Damaged(
+                f"{self.path} holds {whole} whole lines, the checkpoint is of round {rounds}: the journal was damaged. "
+                "Start the run again in another folder."
+            )
+        with files.replacing(self.path) as target:
+            if rounds:
+                with open(self.path, "rb") as source:
+                    target.writelines(itertools.islice(source, rounds))
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[Line, int, bool]]:
+    """Lines, their lengths in bytes and whether they have a checksum, up to the first that is damaged.
+
+    All lines of a journal have a checksum, or none."""
+    with open(path, "rb") as file:
+        kinds = set[bool]()
+        for number, text in enumerate(file, 1):
+            try:
+                line, is_sealed = unseal(text)
+            except ValueError:
+                return
+            kinds.add(is_sealed)
+            if line.get("round") != number or len(kinds) > 1:
+                return
+            yield line, len(text), is_sealed
 
 
 def read(path: Path) -> tuple[list[Line], bool]:
-    """The whole lines of a journal, and whether it ends in a damaged one."""
-    lines: list[Line] = []
-    for text in path.read_bytes().splitlines(keepends=True):  # bytes: damage need not be UTF-8
-        try:
-            line = json.loads(text)
-        except ValueError:
-            return lines, True
-        if not text.endswith(b"\n") or not isinstance(line, dict) or line.get("round") != len(lines) + 1:
-            return lines, True
+    """The whole lines of a journal, and whether it ends in a damaged one. Old journals have no checksums."""
+    lines, size_bytes = list[Line](), 0
+    for line, length_bytes, _ in _whole_lines(path):
         lines.append(line)
-    return lines, False
+        size_bytes += length_bytes
+    return lines, size_bytes < path.stat().st_size
 
 
-def reached_round(lines: Sequence[Line], target: float | None, average: int) -> int | None:
-    """The first round at which the mean of the last `average` evaluations is at the target."""
-    if target is None:
-        return None
-    recent: list[float] = []
-    for line in lines:
+class Totals:
+    """What a run amounts to so far, added up line by line: volumes (DV, TV) and times (DT, TT) at the target where it
+    was reached, otherwise at the end. It takes the same memory whatever the number of rounds."""
+
+    def __init__(self, target: float | None, average: int) -> None:
+        self.target, self.rounds = target, 0
+        self.reached_round: int | None = None
+        self._sums: dict[str, Any] = {}
+        self._accuracies = deque[float](maxlen=average)  # of the last evaluations
+        self._invitations = 0
+        self._test_loss: float | None = None
+        self._clock_s: float | None = None
+
+    @classmethod
+    def of(cls, lines: Iterable[Line], target: float | None, average: int) -> "Totals":
+        """Of the first lines of a journal."""
+        totals = cls(target, average)
+        for line in lines:
+            totals.add(line)
+        return totals
+
+    def add(self, line: Line) -> None:
+        """Add the line of a round; after the target was reached only rounds are counted."""
+        self.rounds += 1
+        if self.reached_round is not None:
+            return
+        for key in SUMMED:
+            before, value = self._sums.get(key, 0), line[key]
+            self._sums[key] = None if before is None or value is None else before + value
+        self._invitations += line["invited"]
+        self._clock_s = line["clock_s"]
+        if line.get("test_loss") is not None:
+            self._test_loss = line["test_loss"]
         if line["accuracy"] is not None:
-            recent.append(line["accuracy"])
-            if len(recent) >= average and math.fsum(recent[-average:]) / average >= target:
-                return int(line["round"])
-    return None
+            self._accuracies.append(line["accuracy"])
+            full = len(self._accuracies) == self._accuracies.maxlen
+            if self.target is not None and full and (self.accuracy or 0.0) >= self.target:
+                self.reached_round = int(line["round"])
+
+    @property
+    def accuracy(self) -> float | None:
+        """The mean of the last evaluations."""
+        return math.fsum(self._accuracies) / len(self._accuracies) if self._accuracies else None
+
+    def summary(self, model_bytes: int) -> dict[str, Any]:
+        """As in `summary.json`."""
+        sums, loss = dict.fromkeys(SUMMED) | self._sums, self._test_loss
+        down_bytes, up_bytes = sums["down_bytes"], sums["up_bytes"]
+        share = (down_bytes or 0) / (self._invitations * model_bytes) if self._invitations else None
+        return {
+            "rounds": self.rounds,
+            "accuracy": self.accuracy,
+            "test_loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)) if loss is not None else None,  # e^loss, for text
+            "target": self.target,
+            "reached_round": self.reached_round,
+            "down_bytes": down_bytes,
+            "up_bytes": up_bytes,
+            "total_bytes": (down_bytes or 0) + (up_bytes or 0),
+            **{key: sums[key] for key in SUMMED[2:9]},
+            "total_s": self._clock_s,
+            "wasted_s": sums["wasted_s"],
+            "mean_download_share": share,
+            "model_bytes": model_bytes,
+        }
 
 
 def mean_accuracy(lines: Sequence[Line], average: int) -> float | None:
@@ -80,36 +179,6 @@ def mean_accuracy(lines: Sequence[Line], average: int) -> float | None:
     return math.fsum(recent) / len(recent) if recent else None
 
 
-def summarise(lines: Sequence[Line], target: float | None, average: int, model_bytes: int) -> dict[str, Any]:
-    """Volumes (DV, TV) and times (DT, TT) at the target where it was reached, otherwise at the end."""
-    reached = reached_round(lines, target, average)
-    counted = lines if reached is None else lines[:reached]
-
-    def total(key: str) -> Any:
-        values = [line[key] for line in counted]
-        return None if not values or None in values else sum(values)
-
-    test_loss = next((line["test_loss"] for line in reversed(counted) if line.get("test_loss") is not None), None)
-    invitations = sum(line["invited"] for line in counted)
-    return {
-        "rounds": len(lines),
-        "accuracy": mean_accuracy(counted, average),
-        "test_loss": test_loss,
-        "perplexity": math.exp(min(test_loss, 700.0)) if test_loss is not None else None,  # e^loss, for text
-        "target": target,
-        "reached_round": reached,
-        "down_bytes": total("down_bytes"),
-        "up_bytes": total("up_bytes"),
-        "total_bytes": (total("down_bytes") or 0) + (total("up_bytes") or 0),
-        "wasted_down_bytes": total("wasted_down_bytes"),
-        "wasted_up_bytes_estimate": total("wasted_up_bytes_estimate"),
-        "authors_down_bytes": total("authors_down_bytes"),
-        "authors_up_bytes": total("authors_up_bytes"),
-        "download_s": total("download_s"),
-        "compute_s": total("compute_s"),
-        "upload_s": total("upload_s"),
-        "total_s": counted[-1]["clock_s"] if counted else None,
-        "wasted_s": total("wasted_s"),
-        "mean_download_share": (total("down_bytes") or 0) / (invitations * model_bytes) if invitations else None,
-        "model_bytes": model_bytes,
-    }
+def summarise(lines: Iterable[Line], target: float | None, average: int, model_bytes: int) -> dict[str, Any]:
+    """The summary of a journal's lines."""
+    return Totals.of(lines, target, average).summary(model_bytes)

@@ -21,13 +21,13 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value if isinstance(value, bool | int | float | str | date | time) else _text(value)
+    return value if isinstance(value, bool | int | float | str | date | time) else text(value)
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
     """Functions and objects by their names: their `str` has an address, which is another in the next process."""
     if isinstance(value, partial):
-        return f"{_text(value.func)} with {[_plain(item) for item in value.args]} and {_plain(value.keywords)}"
+        return f"{text(value.func)} with {[_plain(item) for item in value.args]} and {_plain(value.keywords)}"
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))

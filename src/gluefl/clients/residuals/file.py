@@ -1,13 +1,14 @@
 """Vectors in a file, written asynchronously.
 
 2800 clients of 5.5M parameters are 61 GB. A checkpoint therefore never rewrites the file: it appends what changed since
-the last one, and notes the offset of every record and the length. Records appended after a checkpoint are overwritten
-in place, and cut off when a run resumes from it.
+the last one, and notes offset and checksum of every record, and the length. The records of the last few checkpoints
+stay; those appended after the last are overwritten in place, and cut off when a run resumes from it.
 """
 
 import os
+import zlib
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -16,32 +17,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gluefl import files
 from gluefl.accel.streams import on_side_stream
 from gluefl.accel.threads import submit
 from gluefl.clients.residuals.tiers import Scaled
-from gluefl.errors import GlueFLError
+from gluefl.errors import Damaged, GlueFLError
 
 MOST_WRITES = 4  # at a time
-# The file is compacted when it is longer than so many times what is needed, plus so many bytes.
-GARBAGE_FACTOR, SPARE_BYTES = 2.0, 2**20
+SPARE_BYTES = 2**20  # a file is compacted when it is so much longer than what all kept checkpoints may need
+KEPT = 2  # checkpoints
+AGAIN = "Resume the run: it then goes back to a checkpoint that is whole, if there is one."
 
 
 class RecordFile:
     """One record per client: a scale and `size` values. The first write creates the folder."""
 
-    def __init__(self, folder: Path, size: int, dtype: torch.dtype, spare_bytes: int = SPARE_BYTES) -> None:
-        self.folder, self.dtype, self.spare_bytes = folder, dtype, spare_bytes
+    def __init__(
+        self, folder: Path, size: int, dtype: torch.dtype, spare_bytes: int = SPARE_BYTES, keep: int = KEPT
+    ) -> None:
+        self.folder, self.dtype, self.spare_bytes, self.keep = folder, dtype, spare_bytes, keep
         self.record_bytes = 8 + size * dtype.itemsize
         self.offsets: dict[int, int] = {}
         self.length = 0
+        self._checksums: dict[int, int] = {}  # of records whose write is done
         self._generation = 0
-        self._checkpointed: frozenset[int] = frozenset()  # offsets that the last checkpoint names
-        self._writes: deque[tuple[int, Future[None]]] = deque()  # by offset
+        self._kept: deque[tuple[int, frozenset[int]]] = deque(maxlen=keep)  # generations and offsets of checkpoints
+        self._writes: deque[tuple[int, int, Future[int]]] = deque()  # by client and offset
 
     @property
     def path(self) -> Path:
         """The file of the current generation; compaction begins another."""
-        return self.folder / f"residuals-{self._generation}.bin"
+        return self._path_of(self._generation)
 
     def write(
         self,
@@ -53,17 +59,17 @@ class RecordFile:
         """Write a record asynchronously: once the event has passed; `then` is called when the vector was written."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if len(self._writes) >= MOST_WRITES:
-            self._writes.popleft()[1].result()
+            self._finish_write()
         offset = self.offsets.get(client)
-        if offset is None or offset in self._checkpointed:  # a checkpoint's records are never overwritten
+        if offset is None or self._is_kept(offset):  # a checkpoint's records are never overwritten
             offset = self.length
             self.length += self.record_bytes
-        elif any(offset == other for other, _ in self._writes):
+        elif any(offset == other for _, other, _ in self._writes):
             self.flush()  # the older write of the same record first
         future = submit(write_record, self.path, offset, vector, after)
         if then is not None:
             future.add_done_callback(lambda _: then())
-        self._writes.append((offset, future))
+        self._writes.append((client, offset, future))
         self.offsets[client] = offset
 
     def read(self, client: int) -> Scaled:
@@ -71,84 +77,128 @@ class RecordFile:
         self.flush()
         data = np.fromfile(self.path, np.uint8, self.record_bytes, offset=self.offsets[client])
         if data.size != self.record_bytes:
-            raise GlueFLError(f"{self.path} is shorter than it should be: the residual of client {client} is lost.")
+            raise Damaged(f"{self.path} is shorter than it should be: the residual of client {client} is lost. {AGAIN}")
+        if zlib.crc32(data.data) != self._checksums[client]:
+            raise Damaged(f"{self.path}: the residual of client {client} is damaged, its checksum differs. {AGAIN}")
         values = data[8:].view(np.float16 if self.dtype == torch.float16 else np.float32)
         return Scaled(float(data[:8].view(np.float64)[0]), torch.from_numpy(values))
 
     def flush(self) -> None:
         """Wait until every write is done; raises the error of one that failed."""
         while self._writes:
-            self._writes.popleft()[1].result()
+            self._finish_write()
 
     def close(self) -> None:
         """Wait for the writes in progress, also after a failure: they must not reach the file after another store in
         this process has restored and truncated it."""
-        wait([write for _, write in self._writes])
+        wait([write for _, _, write in self._writes])
         self._writes.clear()
 
     def checkpoint(self) -> dict[str, Any]:
         """Make the file durable and describe it, as JSON can hold it."""
         self.flush()
         if self.path.exists():
-            with open(self.path, "rb") as file:
-                os.fsync(file.fileno())
-        self._checkpointed = frozenset(self.offsets.values())
+            files.sync(self.path)
+            files.sync_folder(self.folder)
+        self._kept.append((self._generation, frozenset(self.offsets.values())))
         return {
             "generation": self._generation,
             "length": self.length,
+            "record_bytes": self.record_bytes,
             "offsets": {str(client): offset for client, offset in sorted(self.offsets.items())},
+            "checksums": {str(client): self._checksums[client] for client in sorted(self.offsets)},
         }
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Return to a checkpoint: records appended after it are cut off."""
+    def check(self, saved: dict[str, Any]) -> None:
+        """Raise `Damaged` unless the file holds every record of a checkpoint as it was written."""
+        if saved["record_bytes"] != self.record_bytes:
+            raise GlueFLError(
+                f"{self.folder} holds records of {saved['record_bytes']} bytes, this configuration has "
+                f"{self.record_bytes}: resume with the model and the precision of residuals that the run started with."
+            )
+        check_records(self.folder, saved)
+
+    def restore(self, saved: dict[str, Any], older: Sequence[dict[str, Any]] = ()) -> None:
+        """Return to a checkpoint that was checked: records appended after it are cut off, those of older ones stay."""
         self.flush()
         self._generation, self.length = saved["generation"], saved["length"]
         self.offsets = {int(client): offset for client, offset in saved["offsets"].items()}
-        self._checkpointed = frozenset(self.offsets.values())
+        self._checksums = {int(client): checksum for client, checksum in saved["checksums"].items()}
+        kept = [(one["generation"], frozenset(one["offsets"].values())) for one in (*older, saved)]
+        self._kept = deque(kept, maxlen=self.keep)
         if self.length:
-            size_bytes = self.path.stat().st_size if self.path.exists() else 0
-            if size_bytes < self.length:
-                raise GlueFLError(
-                    f"{self.path} holds {size_bytes} bytes of residuals, the checkpoint needs {self.length}: "
-                    "the file was damaged or removed. Start the run again."
-                )
             os.truncate(self.path, self.length)
         self.discard_old()
 
     def is_wasteful(self, clients: int) -> bool:
-        """Whether the file is much longer than the records of so many clients."""
-        return self.length > GARBAGE_FACTOR * max(clients, 1) * self.record_bytes + self.spare_bytes
+        """Whether the file is much longer than the records of so many clients in all checkpoints that are kept."""
+        return self.length > (1 + self.keep) * max(clients, 1) * self.record_bytes + self.spare_bytes
 
     def compact(self, outdated: Container[int]) -> None:
         """Copy the records into a new file, except those of outdated clients. The old file stays until
-        `discard_old`: the last checkpoint names it."""
+        `discard_old`: checkpoints name it."""
         self.flush()
         old_path, old_offsets = self.path, self.offsets
-        self._generation, self.length, self.offsets, self._checkpointed = self._generation + 1, 0, {}, frozenset()
+        self._generation, self.length, self.offsets = self._generation + 1, 0, {}
         with open(old_path, "rb") as source, open(self.path, "wb") as target:
             for client, offset in sorted(old_offsets.items()):
                 if client not in outdated:
                     source.seek(offset)
-                    target.write(source.read(self.record_bytes))
+                    record = source.read(self.record_bytes)
+                    if zlib.crc32(record) != self._checksums[client]:
+                        raise Damaged(f"{old_path}: the residual of client {client} is damaged. {AGAIN}")
+                    target.write(record)
                     self.offsets[client] = self.length
                     self.length += self.record_bytes
 
     def discard_old(self) -> None:
-        """Delete the files of other generations, after a checkpoint was written that does not need them."""
+        """Delete the files of generations that no kept checkpoint needs."""
+        needed = {self.path, *(self._path_of(generation) for generation, _ in self._kept)}
         for other in self.folder.glob("residuals-*.bin"):
-            if other != self.path:
+            if other not in needed:
                 other.unlink()
 
+    def _path_of(self, generation: int) -> Path:
+        return self.folder / f"residuals-{generation}.bin"
 
-def write_record(path: Path, offset: int, vector: Scaled, after: "torch.cuda.Event | None") -> None:
-    """Write one record at an offset."""
+    def _is_kept(self, offset: int) -> bool:
+        return any(generation == self._generation and offset in offsets for generation, offsets in self._kept)
+
+    def _finish_write(self) -> None:
+        client, _, write = self._writes.popleft()
+        self._checksums[client] = write.result()
+
+
+def check_records(folder: Path, saved: dict[str, Any]) -> None:
+    """Raise `Damaged` unless a file of records holds all that a checkpoint names; also without the run of the file."""
+    path = folder / f"residuals-{saved['generation']}.bin"
+    size_bytes = path.stat().st_size if path.exists() else 0
+    if size_bytes < saved["length"]:
+        raise Damaged(
+            f"{path.name} holds {size_bytes} bytes of residuals, the checkpoint needs {saved['length']}: "
+            "the file was damaged or removed"
+        )
+    if not saved["offsets"]:
+        return
+    with open(path, "rb") as file:
+        for client, offset in sorted(saved["offsets"].items(), key=lambda item: int(item[1])):
+            file.seek(offset)
+            if zlib.crc32(file.read(saved["record_bytes"])) != saved["checksums"][client]:
+                raise Damaged(f"{path.name} is damaged: the checksum of the residual of client {client} differs")
+
+
+def write_record(path: Path, offset: int, vector: Scaled, after: "torch.cuda.Event | None") -> int:
+    """Write one record at an offset; returns its checksum."""
     if after is not None:
         after.synchronize()
     with on_side_stream(vector.values.device, "checkpoint"):
         values: Tensor = vector.values.cpu()
+    checksum = 0
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.seek(offset)
         for part in (np.array([vector.scale], np.float64), values.numpy()):
             rest = part.data.cast("B") if part.size else memoryview(b"")
+            checksum = zlib.crc32(rest, checksum)
             while rest:
                 rest = rest[file.write(rest) :]
+    return checksum

@@ -1,6 +1,7 @@
 """A map from client to vector over three tiers: GPU, RAM, file."""
 
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gluefl.clients.residuals.file import SPARE_BYTES, RecordFile
+from gluefl.clients.residuals.file import KEPT, SPARE_BYTES, RecordFile
 from gluefl.clients.residuals.tiers import DeviceTier, HostTier, Scaled
 
 
@@ -30,12 +31,13 @@ class Residuals:
         half: bool = False,
         device_bytes: int = 0,
         spare_bytes: int = SPARE_BYTES,
+        keep: int = KEPT,
     ):
         self.size, self.memory_bytes, self.half, self.device_bytes = size, memory_bytes, half, device_bytes
         self._temporary = tempfile.TemporaryDirectory(prefix="gluefl-residuals-") if folder is None else None
         self.folder = Path(self._temporary.name) if self._temporary else Path(folder or ".")
         self._on_device, self._in_ram = DeviceTier(), HostTier(size)
-        self._file = RecordFile(self.folder, size, torch.float16 if half else torch.float32, spare_bytes)
+        self._file = RecordFile(self.folder, size, torch.float16 if half else torch.float32, spare_bytes, keep)
         self._unsaved: set[int] = set()  # clients whose record in the file is outdated or missing
 
     @property
@@ -88,13 +90,18 @@ class Residuals:
         self._unsaved.clear()
         return self._file.checkpoint()
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Return to a checkpoint: what was stored after it is forgotten."""
+    def check(self, saved: dict[str, Any]) -> None:
+        """Raise `Damaged` unless everything that a checkpoint names is in the file as it was written."""
+        self._file.flush()
+        self._file.check(saved)
+
+    def restore(self, saved: dict[str, Any], older: Sequence[dict[str, Any]] = ()) -> None:
+        """Return to a checkpoint that was checked: what was stored later is forgotten, what older ones need stays."""
         self._file.flush()
         self._on_device.held.clear()
         self._in_ram.clear()
         self._unsaved.clear()
-        self._file.restore(saved)
+        self._file.restore(saved, older)
 
     def flush(self) -> None:
         """Wait until every write is done; raises the error of one that failed."""

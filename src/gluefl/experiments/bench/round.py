@@ -61,6 +61,7 @@ class Rounds:
         self.sim, self.state = setting(work, folder, population=population)
         self._journal = Journal(folder / f"{work.strategy}.jsonl")
         self._play = player(self.sim.core.space.device)
+        self._clients: dict[str, Any] = {}
         self._in_a_row = 1 if work.device == "cpu" else IN_A_ROW
 
     def play(self, rng: np.random.Generator) -> None:
@@ -68,10 +69,11 @@ class Rounds:
         for _ in range(self._in_a_row):
             self.state, played = self._play(self.sim, self.state)
             self._journal.append(played.line)
+            self._clients = played.line["clients"]
 
     def train(self, rng: np.random.Generator) -> None:
         """Only the training of the last cohort."""
-        clients = self._journal.lines[-1]["clients"]
+        clients = self._clients
         used = tuple(c for c, fate in zip(clients["id"], clients["fate"]) if fate == "used")
         for _ in self.sim.engine.train(Cohort(self.state.round, used, self.state.weights, self.state.statistics)):
             pass

@@ -1,0 +1,105 @@
+"""How files are written: whole or not at all, and on the disk when a call returns; and who may write into a folder."""
+
+import contextlib
+import hashlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from gluefl.errors import GlueFLError
+
+if sys.platform != "win32":
+    import fcntl
+
+TEMPORARY = ".tmp"  # ends the name of a file that is being written
+DIGEST_BYTES = 16
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file beside the old one, which it then replaces in one step; both steps outlast a power failure."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk does not say which file
+        raise
+
+
+def write(path: Path, data: bytes | str) -> None:
+    """Replace the contents of a file in one step."""
+    with replacing(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents; their names outlast a power failure."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Let what was written into a file outlast a power failure."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names of a folder's files outlast a power failure."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(data: bytes) -> str:
+    """A checksum of some bytes, against damage."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def digest_of(path: Path) -> str:
+    """The checksum of a file, read in parts."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Be the only one that writes into a folder. The system takes the lock back when the process ends, however."""
+    if sys.platform == "win32":  # without such locks
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise GlueFLError(
+                f"another process is writing into {folder}: wait until it has ended, stop it, or choose another folder."
+            ) from error
+        except OSError as error:
+            warnings.warn(
+                f"{folder} cannot be locked on this file system ({error.strerror}): make sure that no other process "
+                "writes into it",
+                stacklevel=3,
+            )
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""Round after round: evaluation, journal, checkpoints, and when a run ends."""
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from gluefl.accel.streams import on_side_stream
+from gluefl.clients.evaluation import Evaluator
+from gluefl.core.server import State
+from gluefl.errors import Diverged, Interrupted, UsageError
+from gluefl.simulation.folder import RunFolder
+from gluefl.simulation.parts import Simulation
+from gluefl.simulation.process import interruptible, tf32
+from gluefl.simulation.round import Player
+from gluefl.simulation.settings import Callback, Evaluation, Options
+from gluefl.storage.journal import Journal, Totals
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a run writes down: every round, what they add up to, and checkpoints if it has a folder."""
+
+    journal: Journal
+    totals: Totals
+    folder: RunFolder | None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """When a run ends, and what happens between its rounds."""
+
+    rounds: int
+    evaluation: Evaluation
+    options: Options
+    callbacks: Sequence[Callback]
+
+    def is_over(self, state: State, totals: Totals) -> bool:
+        """Whether the last round or the target was reached."""
+        return state.round >= self.rounds or (self.evaluation.stop_at_target and totals.reached_round is not None)
+
+    def run(self, play: Player, sim: Simulation, state: State, records: Records, evaluator: Evaluator) -> State:
+        """Round after round; what is journaled and checkpointed survives whatever happens then."""
+        device, folder = sim.core.space.device, records.folder
+        with interruptible() as interrupted, tf32(self.options.tf32), closing(sim):
+            stop = False
+            while not (self.is_over(state, records.totals) or stop or interrupted):
+                began = time.perf_counter()
+                state, played = play(sim, state)
+                line = played.line
+                if state.round % self.evaluation.every == 0 or state.round == self.rounds:
+                    line |= _evaluated(evaluator, state, device)
+                line["wall_s"] = time.perf_counter() - began
+                records.journal.append(line)
+                records.totals.add(line)
+                stop = any([callback(line, state) for callback in self.callbacks])  # noqa: C419 - all are called
+                is_over = self.options.checkpoint_at_end and self.is_over(state, records.totals)
+                if folder and (state.round % self.options.checkpoint_every == 0 or stop or interrupted or is_over):
+                    records.journal.sync()  # a checkpoint must never be ahead of it
+                    with on_side_stream(device, "checkpoint"):
+                        folder.save(state)
+        if interrupted:
+            hint = f" Go on with --resume --out {folder.path}." if folder else ""
+            raise Interrupted(f"interrupted after round {state.round} of {self.rounds}.{hint}")
+        return state
+
+
+def _evaluated(evaluator: Evaluator, state: State, device: torch.device) -> dict[str, float]:
+    with on_side_stream(device, "evaluation"):
+        result = evaluator(*state.model)
+    if not math.isfinite(result.loss):
+        raise Diverged(f"round {state.round}: the test loss is {result.loss}: the training diverged.")
+    if not math.isfinite(result.accuracy):
+        raise UsageError(
+            f"round {state.round}: the metric is {result.accuracy} where the test loss is {result.loss:.4g}. "
+            "Pass Evaluation(metric=…) a function that returns one finite number per sample."
+        )
+    return {"accuracy": result.accuracy, "test_loss": result.loss}

@@ -1,0 +1,73 @@
+"""The state of a server as the fields of a manifest and the tensors of a file, and back."""
+
+from typing import Any
+
+from torch import Tensor
+
+from gluefl.core.ledger import Ledger
+from gluefl.core.server import State
+from gluefl.storage.tree import put_together, take_apart
+
+
+def take_state_apart(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What JSON can hold, and the tensors by name; refuses a state that a checkpoint cannot hold."""
+    trees = {
+        "strategy": state.strategy,
+        "optimizer": state.optimizer,
+        "average": state.average,
+        "recurrence": state.ledger.recurrence,
+    }
+    fields: dict[str, Any] = {
+        "clock_s": state.clock_s,
+        "up_bytes": state.up_bytes,
+        "sampler": list(state.sampler),
+        "ledger": {
+            "version": state.ledger.version,
+            "held": {str(client): version for client, version in state.ledger.held.items()},
+            "unused": sorted(state.ledger.unused),
+        },
+    }
+    tensors = {"weights": state.weights, "statistics": state.statistics, "changed_at": state.ledger.changed_at}
+    for name, tree in trees.items():
+        fields[name], parts = take_apart(tree, name)
+        tensors |= parts
+    return fields, tensors
+
+
+def put_state_together(saved: dict[str, Any], tensors: dict[str, Tensor], fresh: State) -> State:
+    """The state of a manifest's fields; `fresh` is the state of the same run before round 1."""
+    ledger, changed_at = saved["ledger"], tensors["changed_at"]
+    if (changed_at.shape, changed_at.dtype) != (fresh.ledger.changed_at.shape, fresh.ledger.changed_at.dtype):
+        raise ValueError(f"changed_at is {changed_at.dtype} {tuple(changed_at.shape)}")
+    return State(
+        round=_count(saved["round"]),
+        clock_s=float(saved["clock_s"]),
+        weights=tensors["weights"],
+        statistics=tensors["statistics"],
+        ledger=Ledger(
+            changed_at,
+            _count(ledger["version"]),
+            {int(client): _count(version) for client, version in ledger["held"].items()},
+            frozenset(map(_count, ledger["unused"])),
+            fresh.ledger.initial_known,
+            put_together(saved["recurrence"], tensors, fresh.ledger.recurrence),
+        ),
+        sampler=tuple(map(_integer, saved["sampler"])),
+        strategy=put_together(saved["strategy"], tensors, fresh.strategy),
+        optimizer=put_together(saved["optimizer"], tensors, fresh.optimizer),
+        average=put_together(saved["average"], tensors, fresh.average),
+        up_bytes=None if saved["up_bytes"] is None else _count(saved["up_bytes"]),
+    )
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{value!r} where an integer is expected")
+    return value
+
+
+def _count(value: Any) -> int:
+    count = _integer(value)
+    if count < 0:
+        raise ValueError(f"{count} where a number of rounds, clients or bytes is expected")
+    return count
