@@ -35,6 +35,7 @@ def train(message: Message, context: Context) -> Message:
     moved = {}
     for number, (name, array) in enumerate(message.content["arrays"].to_torch_state_dict().items()):
         step = dyadic(array.numel(), round, place, number).reshape(array.shape)
+        step = step.abs() if name.endswith("running_var") else step
         moved[name] = (array + step.to(array.dtype)) if array.is_floating_point() else array + 1
     metrics = MetricRecord({"train_loss": 0.5, "num-examples": 10})
     return Message(RecordDict({"arrays": ArrayRecord(moved), "metrics": metrics}), reply_to=message)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gluefl import wire
 from gluefl.core.averaging import Average, Averaging
+from gluefl.core.guard import Guard
 from gluefl.core.ledger import Ledger
 from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.recurrence import Recurrence
@@ -46,6 +47,7 @@ class Core:
     averaging: Averaging = Averaging()  # noqa: RUF009 - frozen
     hooks: tuple[Hook, ...] = ()
     initial: Initial = "download"
+    guard: Guard | None = None  # bounds on uploads, where clients are not trusted
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, type):

@@ -95,6 +95,14 @@ class Exchange:
             if answer.fate == "refused":
                 self.holds[client] = None  # nothing it says about its replica can be relied on
 
+    def refuse(self, client: int, why: str) -> None:
+        """Take back a reply that was to be used: the client counts as lost."""
+        self.replies.pop(client, None)
+        self.uploads.pop(client, None)
+        self.fates[client] = "refused"
+        self.trips[client] = replace(self.trips[client], lost_s=self.trips[client].arrival_s)
+        self.note(client, "refused", why)
+
     def _is_open(self, group: Group) -> bool:
         """Whether a group has fewer used clients than its quota."""
         return sum(client in self.replies for client in group.clients) < group.quota

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from flwr.serverapp import Grid
 
-from gluefl.core.sampling import Pool
+from gluefl.core.sampling import Pool, Sampler
+from gluefl.errors import UsageError
 
 POLL_S = 0.2
 
@@ -30,6 +31,14 @@ class Nodes:
         """N is the number of nodes seen so far; those that are connected can be invited."""
         size, online = len(self.places), self.online
         return Pool(size, lambda client: 1 / size, lambda client: client in online)
+
+    def suffice(self, sampler: Sampler, least: int) -> bool:
+        """Whether a sampler can draw from them, and at least so many are connected."""
+        try:
+            sampler.check(len(self.places))
+        except UsageError:
+            return False
+        return len(self.online) >= max(1, least)
 
     def refresh(self) -> list[int]:
         """Ask the SuperLink who is connected; returns the clients seen for the first time."""

@@ -39,6 +39,7 @@ class Saved:
     places: dict[str, int]  # of the nodes, by their keys
     accepted: dict[int, tuple[int, str]]  # client → round and digest of its last upload that was used
     version_0: bytes  # its hash; those of later versions are in the journal
+    guard: dict[str, Any] | None = None  # what the guard remembers
     found: checkpoint.Found | None = None  # where it was read
 
     def notes(self) -> dict[str, Any]:
@@ -49,6 +50,7 @@ class Saved:
             "places": self.places,
             "accepted": {str(client): list(last) for client, last in self.accepted.items()},
             "version_0": self.version_0.hex(),
+            "guard": self.guard,
         }
 
     @classmethod
@@ -72,6 +74,7 @@ class Saved:
             places=dict(notes["places"]),
             accepted={int(client): (last, digest) for client, (last, digest) in notes["accepted"].items()},
             version_0=bytes.fromhex(notes["version_0"]),
+            guard=notes["guard"],
             found=found,
         )
 

@@ -20,6 +20,7 @@ from torch import nn
 from gluefl import strategies, wire
 from gluefl.accel.resources import resources
 from gluefl.core.averaging import Averaging
+from gluefl.core.guard import Guard
 from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.sampling import Group, Sampler, draw
 from gluefl.core.server import Core, Initial
@@ -58,6 +59,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         server: Optimizer | None = None,
         averaging: Averaging | None = None,  # None, as for `initial`: what goes with the strategy
         initial: Initial | None = None,  # whether nodes know version 0 (`GlueFLMod(initial=…)`) or download the model
+        guard: Guard | None = Guard(),  # noqa: B008 - frozen. Bounds on what nodes send; None for none
         hooks: Iterable[Hook] = (),  # on the sum of the updates; those on a node's update are given to `GlueFLMod`
         seed: int = 1,
         out: str | Path | None = None,  # journal and checkpoints; a run that it holds goes on
@@ -74,7 +76,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         row = row_of(self.strategy)
         self.averaging, self.initial = averaging or Averaging(row.average), initial or row.initial
         self.hooks, self.seed, self.out = tuple(hooks), seed, Path(out) if out is not None else None
-        self.checkpoints_kept = checkpoints_kept
+        self.checkpoints_kept, self.guard = checkpoints_kept, guard
         self.statistics, self.fraction_evaluate = statistics, fraction_evaluate
         self.min_available_nodes, self.wait_for_nodes_s = min_available_nodes, wait_for_nodes_s
         self.weighted_by_key = weighted_by_key
@@ -135,7 +137,8 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         nodes = Nodes(grid, simulated, dict(saved.places) if saved else {})
         # A resumed run knows its nodes: it waits a little for them to come back, and then goes on without the others.
         patience_s = min(self.wait_for_nodes_s, RETURN_S) if saved else self.wait_for_nodes_s
-        if not nodes.wait(lambda: self._enough(nodes), patience_s) and not (saved and nodes.online):
+        enough = nodes.wait(lambda: nodes.suffice(self.sampler, self.min_available_nodes), patience_s)
+        if not enough and not (saved and nodes.online):
             self.sampler.check(len(nodes.places))  # says what is missing
             raise UsageError(f"{len(nodes.online)} nodes are connected, {self.min_available_nodes} are needed.")
         table = Table.of(initial_arrays, self.statistics)
@@ -153,6 +156,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             averaging=self.averaging,
             hooks=self.hooks,
             initial=self.initial,
+            guard=self.guard,
         )
         store = self._simulation_store() if simulated else None
         self.session = open_session(core, nodes, table, self.out, store, saved, self.checkpoints_kept)
@@ -181,6 +185,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Publish the next version. The replies were checked as they arrived; it holds nothing of a bad one."""
         session, exchange = self._session(), self._current()
+        session.protection.refuse(session.core, session.state, exchange, self.weighted_by_key)
         self._line = session.close_round(exchange)
         for incident in exchange.incidents:
             log(WARNING if incident["what"] != "joined" else INFO, "\t├──> %s", incident)
@@ -207,6 +212,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         exchange = self._current()
         exchange.close()
         self._session().note_holders(exchange.holds)
+        self._session().protection.refuse_evaluations(exchange, self.weighted_by_key)
         return self._metrics(exchange)
 
     def _train(self, grid: Grid, config: ConfigRecord, result: Result) -> None:
@@ -254,13 +260,6 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             resend=outbox.again,
         )
         return self._exchange, [message for _, message in made.values()]
-
-    def _enough(self, nodes: Nodes) -> bool:
-        try:
-            self.sampler.check(len(nodes.places))
-        except UsageError:
-            return False
-        return len(nodes.online) >= max(1, self.min_available_nodes)
 
     def _simulation_store(self) -> Path:
         if self.out is None:

@@ -8,6 +8,7 @@ from logging import WARNING
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import Array, ArrayRecord
 from flwr.common.logger import log
 
@@ -19,6 +20,7 @@ from gluefl.core.server import Aggregate, Closed, Core, State, aggregate, publis
 from gluefl.errors import Damaged, GlueFLError
 from gluefl.flower.arrays import Table
 from gluefl.flower.exchange import Exchange
+from gluefl.flower.guarding import Protection
 from gluefl.flower.messages import to_array
 from gluefl.flower.node_store import NodeStore
 from gluefl.flower.nodes import Nodes
@@ -58,6 +60,7 @@ class Session:
     accepted: dict[int, tuple[int, str]] = field(default_factory=dict)  # client → round and digest of its last used one
     hashes: dict[int, bytes] = field(default_factory=dict)  # of every version
     checkpoints_kept: int = checkpoint.KEPT  # in the folder
+    protection: Protection = field(default_factory=lambda: Protection(None))
     version_0: Array | None = None  # as a message, where packages refer to it: for nodes that do not know it
 
     @property
@@ -90,6 +93,9 @@ class Session:
         """Aggregate the uploads of a round and publish the next version; returns the line of the journal."""
         exchange.close()
         uploads, result = self._aggregate(exchange)
+        earlier = self.protection.watch(self.core, self.state, exchange, uploads)
+        if earlier is not None:
+            uploads, result = {}, earlier
         written = record(self.core, self.state, _played(self.state, exchange, uploads, result.update))
         self.note_holders(exchange.holds)
         up_bytes = {client: upload.size_bytes for client, upload in uploads.items()}
@@ -99,6 +105,7 @@ class Session:
         self.accepted |= {client: (exchange.round, upload.digest) for client, upload in uploads.items()}
         line = written.line
         line["clients"]["fate"] = [_fate(exchange, client, uploads) for client in exchange.parcels]
+        line["refused"] = line["clients"]["fate"].count("refused")
         line |= {"incidents": exchange.incidents, "nodes": len(self.nodes.places)}
         return line | {"hash": self.publish_version().hex()}
 
@@ -112,7 +119,7 @@ class Session:
         uploads = [Upload(c, weights[c], one.body.update, one.body.statistics, seed) for c, one in received.items()]
         try:
             result = aggregate(self.core, self.state, uploads, round)
-            if bool(result.finite):
+            if bool(result.finite & torch.isfinite(result.weights).all()):
                 return received, result
             why = f"round {round}: the update is not finite. {NOT_FINITE}"
         except GlueFLError as error:
@@ -148,8 +155,10 @@ class Session:
     def save_state(self) -> None:
         """Write a checkpoint, if there is a folder."""
         if self.folder is not None:
-            saved = Saved(self.core.run, self.settings, self.nodes.places, self.accepted, self.hashes[0])
-            checkpoint.save(self.folder / CHECKPOINT, self.state, notes=saved.notes(), keep=self.checkpoints_kept)
+            guard = None if self.core.guard is None else self.protection.state.to_json()
+            saved = Saved(self.core.run, self.settings, self.nodes.places, self.accepted, self.hashes[0], guard)
+            keep = self.protection.kept(self.state.round, self.checkpoints_kept)
+            checkpoint.save(self.folder / CHECKPOINT, self.state, notes=saved.notes(), keep=keep)
 
 
 def open_session(
@@ -165,6 +174,7 @@ def open_session(
     state = start(core, nodes.pool)
     journal = Journal(folder / JOURNAL if folder else None)
     session = Session(core, state, nodes, table, journal, folder, store, checkpoints_kept=checkpoints_kept)
+    session.protection = Protection(core.guard)
     if folder is not None:
         checkpoint.check(state)
         files.make_folder(folder)
@@ -201,7 +211,9 @@ def _restore(session: Session, saved: Saved) -> None:
         return
     if saved.found.warning is not None:
         log(WARNING, "%s: %s", session.folder, saved.found.warning)
-    session.state = state = checkpoint.load(saved.found, session.state)
+    fresh = session.state
+    session.state = state = checkpoint.load(saved.found, fresh)
+    session.protection.restore(saved.guard, saved.found.folder, fresh)
     session.journal.cut(state.round)
     session.accepted = dict(saved.accepted)
     session.hashes = {0: saved.version_0}
