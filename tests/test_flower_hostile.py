@@ -17,8 +17,7 @@ from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord
 
 from flower_nodes import Node, check_replicas, fates, federation, incidents, initial_arrays, train, weights_of
 from gluefl import FedAvg, GlueFL, Lean, Uniform, wire
-from gluefl.core.guard import Guard
-from gluefl.flower import exchange, messages, nodes
+from gluefl.flower import Guard, Median, TrimmedMean, exchange, messages, nodes
 from gluefl.flower.arrays import Table
 from gluefl.vectors.mask import Mask
 from gluefl.wire import positions
@@ -260,6 +259,12 @@ def test_one_node_cannot_outweigh_the_evaluations_of_the_others(tmp_path) -> Non
     assert result.evaluate_metrics_clientapp[ROUNDS]["total"] == pytest.approx(total, rel=1e-12)
     text = (tmp_path / "run/evaluations.jsonl").read_text()
     assert '"client": 2, "what": "refused", "why": "a number of examples' in text
+
+
+@pytest.mark.parametrize("rule", [Median(), TrimmedMean(0.2)], ids=repr)
+def test_a_median_or_trimmed_mean_bounds_one_node_without_a_guard(tmp_path, rule) -> None:
+    _, _, result = run(tmp_path, "fedavg", BY_TRAINING["a million times"], guard=None, hooks=[rule])
+    assert weights_of(result.arrays).abs().max() < 100
 
 
 class Poisons(Attack):

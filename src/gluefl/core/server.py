@@ -58,6 +58,9 @@ class Core:
                 f"{type(self.strategy).__name__} is no strategy: it has no {', '.join(missing)}. "
                 "docs/your-own-strategy.md shows what a strategy needs."
             )
+        for hook in self.hooks:
+            if hasattr(hook, "check"):  # a hook that does not go with every strategy
+                hook.check(self.strategy, self.space)
 
     @cached_property
     def traits(self) -> Traits:

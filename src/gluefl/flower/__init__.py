@@ -10,8 +10,10 @@ except ImportError as error:
 
     raise MissingExtra("flower", "gluefl.flower") from error
 
+from gluefl.core.guard import Guard
+from gluefl.core.robust import Median, TrimmedMean
 from gluefl.core.sampling import Sticky, Uniform
 from gluefl.flower.mod import GlueFLMod, gluefl_mod
 from gluefl.flower.server import GlueFLStrategy
 
-__all__ = ["GlueFLMod", "GlueFLStrategy", "Sticky", "Uniform", "gluefl_mod"]
+__all__ = ["GlueFLMod", "GlueFLStrategy", "Guard", "Median", "Sticky", "TrimmedMean", "Uniform", "gluefl_mod"]

@@ -4,9 +4,9 @@ A folder is this program's own only if it has the name of a run and a marker fil
 runs had started on this device when the run was last used. No clock is read: one that is set back deletes nothing.
 """
 
-import fcntl
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +14,9 @@ from typing import IO
 
 from gluefl.errors import GlueFLError
 from gluefl.flower.node_store import NodeStore
+
+if sys.platform != "win32":
+    import fcntl
 
 KEPT_RUNS = 8  # a run is deleted when so many others have started since its last use
 MARKER = "gluefl-run"  # in the folder of a run; a task in progress holds a shared lock on it
@@ -31,14 +34,14 @@ def opened(root: Path, run: str, client: int) -> Iterator[NodeStore]:
     folder = root / run
     root.mkdir(parents=True, exist_ok=True)
     with open(root / LOCK, "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _lock(lock)
         is_new = not (folder / MARKER).is_file()
         folder.mkdir(exist_ok=True)
         if is_new and any(folder.iterdir()):  # the server chooses the name
             raise GlueFLError(f"{folder} has files but no marker of gluefl: give the mod another folder, gluefl-dir.")
         marker = open(folder / MARKER, "a+b")  # noqa: SIM115 - it stays open when the other lock is released
         (folder / f"node-{client}").mkdir(exist_ok=True)
-        fcntl.flock(marker, fcntl.LOCK_SH)
+        _lock(marker, shared=True)
         numbers = _numbers(root)
         newest = max(numbers.values(), default=0)
         _write(marker, newest + 1 if is_new else newest)
@@ -74,11 +77,8 @@ def _delete_old(root: Path, numbers: dict[str, int]) -> None:
         later = sum(other > number for other in numbers.values())
         if newest - number >= KEPT_RUNS and later >= KEPT_RUNS:
             with open(root / name / MARKER, "rb") as marker:
-                try:
-                    fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    continue  # a task uses it
-                shutil.rmtree(root / name, ignore_errors=True)
+                if _is_unused(marker):
+                    shutil.rmtree(root / name, ignore_errors=True)
 
 
 def _write(marker: IO[bytes], number: int) -> None:
@@ -86,3 +86,18 @@ def _write(marker: IO[bytes], number: int) -> None:
     marker.truncate()
     marker.write(str(number).encode())
     marker.flush()
+
+
+def _lock(file: IO[bytes], shared: bool = False) -> None:
+    """Wait for a lock, which ends when the file is closed. Windows has none of this kind."""
+    if sys.platform != "win32":
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+
+def _is_unused(marker: IO[bytes]) -> bool:
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
