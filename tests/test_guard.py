@@ -64,6 +64,14 @@ def test_the_window_is_bounded_and_a_restart_changes_nothing() -> None:
     assert {name: len(numbers) for name, numbers in state.accepted.items()} == {UPDATE: 5, LOSS: 5}
 
 
+def test_an_upload_of_less_weight_may_be_longer() -> None:
+    """What is bounded is a client's share of the sum: re-scaled compensation lengthens uploads of small weight."""
+    claims = {client: of_length(1.0) for client in range(4)} | {4: Claim({UPDATE: 500.0}, NO_LIMIT, slack=80.0)}
+    assert not judged(Guard(), GuardState(), claims)[1]
+    claims[4] = Claim({UPDATE: 900.0}, NO_LIMIT, slack=80.0)
+    assert list(judged(Guard(), GuardState(), claims)[1]) == [4]
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -1.0])
 def test_what_is_no_length_is_refused(number) -> None:
     _, refused = judged(Guard(), GuardState(), {0: of_length(number), 1: of_length(1.0)})
@@ -133,6 +141,9 @@ def test_a_loss_that_explodes_or_replies_that_fail_make_a_round_bad() -> None:
     worse = watched(guard, state, 6, [20.0, 30.0, 1.0], False)
     assert (worse.bad_rounds, worse.good_round, worse.accepted) == (1, 4, state.accepted)
     assert watched(guard, worse, 7, [1.0], False).bad_rounds == 0
+    # The good version itself has that loss now: the data changed, not the model, and training goes on.
+    moved = watched(guard, worse, 7, [20.0, 30.0], False, is_good=True)
+    assert (moved.bad_rounds, moved.good_round, moved.accepted[LOSS]) == (0, 6, (20.0,))
 
 
 @pytest.mark.parametrize("strategy", [FedAvg(), Lean()], ids=["fedavg", "lean"])

@@ -13,6 +13,7 @@ from gluefl.parameters import AtLeastOne, Count, checked
 
 UPDATE, EXAMPLES, LOSS = "update", "examples", "loss"  # quantities, beside the kinds of statistics
 EVALUATED = "evaluated examples"
+COUNTS = (EXAMPLES, EVALUATED, "counter")  # numbers that follow from how much data a client has
 MOST_EXAMPLES = 2**32 - 1  # that the header of an upload can hold
 FEWEST_LOSSES = 3  # rounds before a loss can be too large
 
@@ -26,7 +27,7 @@ class Guard:
     """
 
     norm_factor: AtLeastOne = 10.0  # of the length of an update, and of the change of each kind of statistics
-    count_factor: AtLeastOne = 1000.0  # of a number of examples
+    count_factor: AtLeastOne = 1000.0  # of a number of examples, and of a counter of batches
     loss_factor: AtLeastOne = 10.0  # of the median loss of a round: above it, the round counts as bad
     window: Count = 100  # how many accepted numbers a running median is taken over
     patience: Count = 2  # bad rounds in a row until the server goes back to the last good version
@@ -59,6 +60,7 @@ class Claim:
     quantities: Mapping[str, float]
     limits: Mapping[str, float]
     problem: str | None = None
+    slack: float = 1.0  # how much longer than others the update may be, because it enters the model with less weight
 
     @property
     def reason(self) -> str | None:
@@ -78,9 +80,10 @@ def judged(guard: Guard, state: GuardState, claims: Mapping[int, Claim]) -> tupl
     for name in sorted({name for one in claims.values() for name in one.quantities}):
         rest = {client: one for client, one in claims.items() if client not in refused}
         reference = _reference(state.accepted.get(name, ()), [one.quantities[name] for one in rest.values()])
-        factor = guard.count_factor if name in (EXAMPLES, EVALUATED) else guard.norm_factor
+        factor = guard.count_factor if name in COUNTS else guard.norm_factor
         for client, one in rest.items():
-            limit = min(factor * reference, one.limits[name]) if reference else one.limits[name]
+            usual = factor * reference * (one.slack if name == UPDATE else 1.0)
+            limit = min(usual, one.limits[name]) if reference else one.limits[name]
             if one.quantities[name] > limit:
                 refused[client] = _reason(name, one.quantities[name], limit)
     accepted = dict(state.accepted)
@@ -90,20 +93,22 @@ def judged(guard: Guard, state: GuardState, claims: Mapping[int, Claim]) -> tupl
     return replace(state, accepted=accepted), refused
 
 
-def watched(guard: Guard, state: GuardState, round: int, losses: Sequence[float], failed: bool) -> GuardState:
+def watched(
+    guard: Guard, state: GuardState, round: int, losses: Sequence[float], failed: bool, is_good: bool = False
+) -> GuardState:
     """The state after the losses of a round, which speak of the version before it.
 
     A round is bad if the median loss is far above earlier ones, or if nodes answered and none had a usable upload
-    (`failed`). With a usable upload and a loss as before, the version is the last good one.
+    (`failed`). With a usable upload and a loss as before, the version is the last good one. If that version itself
+    (`is_good`) has a larger loss than before, something else has changed, and this loss is usual from now on.
     """
     past, median = state.accepted.get(LOSS, ()), _lower_median(losses)
-    usual = _lower_median(past)
-    exploded = len(past) >= FEWEST_LOSSES and 0 < usual * guard.loss_factor < median
-    if exploded or (failed and not losses):
+    exploded = len(past) >= FEWEST_LOSSES and 0 < _lower_median(past) * guard.loss_factor < median
+    if (exploded and not is_good) or (failed and not losses):
         return replace(state, bad_rounds=state.bad_rounds + 1)
     if not losses:
         return state
-    accepted = {**state.accepted, LOSS: _appended(guard, state.accepted, LOSS, median)}
+    accepted = {**state.accepted, LOSS: (median,) if exploded else _appended(guard, state.accepted, LOSS, median)}
     return GuardState(accepted, 0, round - 1)
 
 

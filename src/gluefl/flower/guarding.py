@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from gluefl.core.guard import EVALUATED, Guard, GuardState, claim_of_examples, judged, watched
 from gluefl.core.ledger import Ledger
 from gluefl.core.protection import claim, returned
+from gluefl.core.sampling import nominal_weights
 from gluefl.core.server import Aggregate, Core, State
 from gluefl.errors import Damaged
 from gluefl.flower.exchange import Exchange
@@ -49,11 +50,13 @@ class Protection:
         """Take back the uploads of a round that are out of bounds: their nodes count as lost."""
         if self.guard is None:
             return
-        claims = {}
+        claims, weights = {}, nominal_weights(exchange.groups)
         for client, received in sorted(exchange.uploads.items()):
             upload = Upload(client, 1.0, received.body.update, received.body.statistics, core.seed)
             examples = examples_of(exchange.replies[client], examples_key)
-            claims[client] = claim(core, state, upload, exchange.round, examples)
+            # Error compensation scales what an upload left out by the ratio of two weights.
+            slack = max(weights.values()) / weights[client]
+            claims[client] = replace(claim(core, state, upload, exchange.round, examples), slack=slack)
         self.state, refused = judged(self.guard, self.state, claims)
         for client, why in refused.items():
             exchange.refuse(client, why)
@@ -76,10 +79,11 @@ class Protection:
             return None
         failed = bool(ANSWERED & set(exchange.fates.values())) or bool(exchange.uploads.keys() - uploads.keys())
         losses = [upload.loss for upload in uploads.values()]
-        self.state = watched(self.guard, self.state, exchange.round, losses, failed)
+        is_good = self.good is not None and _same(state, self.good)
+        self.state = watched(self.guard, self.state, exchange.round, losses, failed, is_good)
         if self.state.bad_rounds == 0 and uploads:
             self.good = replace(state, ledger=Ledger.init(0))
-        if self.state.bad_rounds < self.guard.patience or self.good is None or _same(state, self.good):
+        if self.state.bad_rounds < self.guard.patience or self.good is None or is_good:
             return None
         why = f"the loss is {max(losses):.4g} at most" if losses else "no upload could be used"
         exchange.note(
