@@ -1,5 +1,6 @@
 """The guard of a run on Flower: it refuses replies, watches the losses and keeps the last good version."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,7 +56,7 @@ class Protection:
             upload = Upload(client, 1.0, received.body.update, received.body.statistics, core.seed)
             examples = examples_of(exchange.replies[client], examples_key)
             # Error compensation scales what an upload left out by the ratio of two weights.
-            slack = max(weights.values()) / weights[client]
+            slack = max(weights.values()) / weights[client] if weights[client] else math.inf
             claims[client] = replace(claim(core, state, upload, exchange.round, examples), slack=slack)
         self.state, refused = judged(self.guard, self.state, claims)
         for client, why in refused.items():
