@@ -138,7 +138,7 @@ def change_model(run: Path) -> None:
         (lambda run: (run / "config.toml").write_text('[strategy]\ntype = "Lean"'), 2, "made in Python"),
         (lambda run: (run / "config.toml").write_text('[strategy]\nname = "lean"\nstp = 1'), 2, "stp"),
         (break_checkpoint, 1, "is damaged"),
-        (lambda run: (run / "checkpoint" / "state.json").write_text("{}"), 1, "is damaged"),
+        (lambda run: (run / "checkpoint" / "state-4.json").write_text("{}"), 1, "is damaged"),
         (lambda run: (run / "model.safetensors").write_bytes(b"1"), 1, "model.safetensors is damaged"),
         (change_model, 1, "the checkpoint of"),
     ],

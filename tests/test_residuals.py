@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gluefl.clients.residuals import Residuals
 from gluefl.clients.residuals import file as record_file
-from gluefl.errors import GlueFLError
+from gluefl.errors import Damaged
 from stubs import dyadic
 
 SIZE = 25
@@ -136,11 +136,11 @@ def test_a_crash_before_the_first_checkpoint_leaves_nothing(tmp_path) -> None:
 def test_a_closed_store_writes_no_more_even_after_a_failure(tmp_path, monkeypatch, fails) -> None:
     write = record_file.write_record
 
-    def slowly(path, offset, *rest) -> None:
+    def slowly(path, offset, *rest) -> int:
         time.sleep(0.05)
         if fails and not offset:
             raise OSError("the disk is full")
-        write(path, offset, *rest)
+        return write(path, offset, *rest)
 
     monkeypatch.setattr(record_file, "write_record", slowly)
     store = Residuals(SIZE, tmp_path, 0)
@@ -171,7 +171,7 @@ def test_a_checkpoint_appends_only_what_changed(tmp_path) -> None:
 @pytest.mark.parametrize("memory", [0, 10**9])
 def test_garbage_is_compacted_and_a_crash_in_between_is_harmless(tmp_path, memory) -> None:
     size = 50_000
-    store = Residuals(size, tmp_path, memory)
+    store = Residuals(size, tmp_path, memory, keep=1)
     for version in range(12):
         for client in range(2):
             store[client] = dyadic(size, client, version)
@@ -203,11 +203,11 @@ def test_a_file_that_is_too_short_is_an_error_that_says_so(tmp_path) -> None:
     saved = store.checkpoint()
     path = next(tmp_path.glob("*.bin"))
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(GlueFLError, match="damaged or removed"):
-        Residuals(SIZE, tmp_path).restore(saved)
+    with pytest.raises(Damaged, match="damaged or removed"):
+        Residuals(SIZE, tmp_path).check(saved)
     path.unlink()
-    with pytest.raises(GlueFLError, match="holds 0 bytes"):
-        Residuals(SIZE, tmp_path).restore(saved)
+    with pytest.raises(Damaged, match="holds 0 bytes"):
+        Residuals(SIZE, tmp_path).check(saved)
 
 
 @given(st.integers(-40, 30), st.integers(0, 99))

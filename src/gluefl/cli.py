@@ -216,5 +216,25 @@ def export(run: Path, out: Path, device: str, as_json: bool) -> None:
     console().print(exports.export_table(result))
 
 
+@main.command()
+@click.argument("folders", nargs=-1, required=True, metavar="DIR…", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+@click.pass_context
+def verify(ctx: click.Context, folders: tuple[Path, ...], as_json: bool) -> None:
+    """Read every file of the runs in the given folders and compare it with its checksum; exit code 1 if one differs."""
+    from gluefl.experiments import verify as verification
+    from gluefl.experiments.console import console
+
+    checks = verification.verify(folders)
+    damaged = sum(check.damage is not None for check in checks)
+    if as_json:
+        rows = [{"run": str(c.run), "file": c.file, "checked": c.checked, "damage": c.damage} for c in checks]
+        click.echo(json.dumps({"files": rows, "damaged": damaged}))
+    else:
+        console().print(verification.verification_table(checks))
+        click.echo(f"{len(checks)} checks, {damaged} damaged")
+    ctx.exit(1 if damaged else 0)
+
+
 if __name__ == "__main__":
     sys.exit(main())

@@ -188,15 +188,12 @@ def _published(run: Path) -> Published:
             f"{folder} holds no checkpoint, which would hold the published grid: repeat the run with `gluefl run` or "
             "`compare`, which leave a checkpoint at the end; the runs of a study may leave none."
         )
-    checkpoint.check_format(folder)
-    try:
-        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / saved["tensors"])
-        return Published(int(saved["round"]), tensors["weights"], tensors["statistics"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        raise GlueFLError(
-            f"the checkpoint in {folder} is damaged ({type(error).__name__}: {error}). Repeat the run elsewhere."
-        ) from error
+    found = checkpoint.find(folder)
+    if found is None or found.unusable:  # an older model would be exported
+        reasons = "; ".join(found.unusable) if found is not None else "it has no manifest"
+        raise GlueFLError(f"the last checkpoint in {folder} is damaged ({reasons}). Resume the run, then export it.")
+    tensors = load_file(folder / found.manifest["tensors"]["name"])
+    return Published(found.round, tensors["weights"], tensors["statistics"])
 
 
 def _check_sizes(run: Path, layout: Layout, published: Published) -> None:

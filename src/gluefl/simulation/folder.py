@@ -55,8 +55,8 @@ class RunFolder:
         saved, config = self.path / CHECKPOINT, self.path / CONFIG
         found = checkpoint.find(saved, self.stores, journal.count())
         if found is not None:
-            self._check_configuration(found.notes["config"])
-            check_same(Fingerprint(**found.notes["fingerprint"]), self.identity)
+            self._check_configuration(found.note("config"))
+            check_same(Fingerprint(**found.note("fingerprint")), self.identity)
             self._report(found)
             state = checkpoint.load(found, fresh, self.stores)
         else:
@@ -117,7 +117,7 @@ class RunFolder:
         if found.warning is not None:
             warnings.warn(f"{self.path}: {found.warning}", stacklevel=5)
         config = self.path / CONFIG
-        if not config.exists() or _fixed(config.read_text("utf-8", "replace")) != _fixed(found.notes["config"]):
+        if not config.exists() or not same_configuration(config.read_text("utf-8", "replace"), found.note("config")):
             warnings.warn(
                 f"{config} is not as the run wrote it; it is written again from the checkpoint's copy", stacklevel=5
             )
@@ -131,6 +131,11 @@ class RunFolder:
                 f"{self.path} holds a run of another configuration, it cannot be resumed with this one. "
                 f"They differ in:\n{lines}"
             )
+
+
+def same_configuration(a: str, b: str) -> bool:
+    """Whether two configurations are of the same run."""
+    return _fixed(a) == _fixed(b)
 
 
 def _fixed(text: str) -> list[str]:

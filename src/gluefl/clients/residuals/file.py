@@ -111,15 +111,15 @@ class RecordFile:
 
     def check(self, saved: dict[str, Any]) -> None:
         """Raise `Damaged` unless the file holds every record of a checkpoint as it was written."""
+        check_records(self.folder, saved)
+
+    def restore(self, saved: dict[str, Any], older: Sequence[dict[str, Any]] = ()) -> None:
+        """Return to a checkpoint that was checked: records appended after it are cut off, those of older ones stay."""
         if saved["record_bytes"] != self.record_bytes:
             raise GlueFLError(
                 f"{self.folder} holds records of {saved['record_bytes']} bytes, this configuration has "
                 f"{self.record_bytes}: resume with the model and the precision of residuals that the run started with."
             )
-        check_records(self.folder, saved)
-
-    def restore(self, saved: dict[str, Any], older: Sequence[dict[str, Any]] = ()) -> None:
-        """Return to a checkpoint that was checked: records appended after it are cut off, those of older ones stay."""
         self.flush()
         self._generation, self.length = saved["generation"], saved["length"]
         self.offsets = {int(client): offset for client, offset in saved["offsets"].items()}
