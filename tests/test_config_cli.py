@@ -324,7 +324,7 @@ def test_a_run_leaves_what_the_design_promises(config, tmp_path) -> None:
         "journal.jsonl",
         "summary.json",
         "model.safetensors",
-        "checkpoint/state.json",
+        "checkpoint/state-4.json",
     } <= files(out)
     summary = json.loads((out / "summary.json").read_text())
     assert all(summary[key] == found[key] for key in RUN_KEYS)

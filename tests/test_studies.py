@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,7 +123,7 @@ def test_a_study_from_start_to_end_resumed_and_skipped(tmp_path) -> None:
 
     with pytest.raises(UsageError, match="holds a run already"):
         conduct(study, choice, tmp_path / "out")
-    (tmp_path / "out" / "gluefl-OC-1.3-2" / "summary.json").unlink()  # as if that run had been killed at its end
+    shutil.rmtree(tmp_path / "out" / "gluefl-OC-1.3-2")  # as if that run had not begun
     marks = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("summary.json")}
     again = conduct(study, choice, tmp_path / "out", two, resume=True)
     assert again.json["tables"] == outcome.json["tables"]

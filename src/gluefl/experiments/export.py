@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from gluefl import populations
+from gluefl import files, populations
 from gluefl.clients.evaluation import METRICS, Evaluator
 from gluefl.config import Config, read, validated
 from gluefl.errors import GlueFLError, UsageError
@@ -127,7 +127,7 @@ def export(run: Path, out: Path, device: str = "cpu") -> Export:
             _fill(module, tensors, run)
             accuracies.append(evaluator(*layout.flatten(module)).accuracy)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(blob)
+    files.write(out, blob)
     return Export(
         file=str(out),
         round=published.round,

@@ -92,13 +92,17 @@ class RunFolder:
             raise UsageError(f"{self.path} is a file; --out needs a folder.")
         if not self.path.exists() or not any(self.path.iterdir()):
             return
-        if not any((self.path / name).exists() for name in (CONFIG, JOURNAL, CHECKPOINT)):
+        is_run = any((self.path / name).exists() for name in (CONFIG, JOURNAL))
+        if not is_run and not checkpoint.exists(self.path / CHECKPOINT):
             raise UsageError(f"{self.path} is not empty and holds no run of gluefl: choose another --out.")
         if not resume:
             raise UsageError(f"{self.path} holds a run already: choose another --out, or go on with it by --resume.")
 
     def _check_new(self) -> None:
         """A folder without a checkpoint holds at most the beginning of a run that never came to its first round."""
+        config = self.path / CONFIG
+        if config.exists():
+            self._check_configuration(config.read_text("utf-8", "replace"))
         traces = [JOURNAL] if (self.path / JOURNAL).exists() and (self.path / JOURNAL).stat().st_size else []
         traces += [name for name in (SUMMARY, MODEL, CHECKSUMS) if (self.path / name).exists()]
         traces += [f"{CHECKPOINT}/{path.name}" for path in sorted((self.path / CHECKPOINT).glob("*.bin"))]
@@ -108,9 +112,6 @@ class RunFolder:
                 "study does at the end of a run. The run cannot go on; nothing was changed. Copy "
                 f"{CHECKPOINT}/ back from a backup, or start the run again in another folder."
             )
-        config = self.path / CONFIG
-        if config.exists():
-            self._check_configuration(config.read_text(encoding="utf-8", errors="replace"))
 
     def _report(self, found: checkpoint.Found) -> None:
         """Tell the user what is damaged and mended."""

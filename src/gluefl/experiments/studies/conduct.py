@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gluefl import files
 from gluefl.errors import UsageError
 from gluefl.experiments.grid import RunSpec, expand
 from gluefl.experiments.processes import WorkerProcesses
@@ -59,7 +60,7 @@ def conduct(
         "wall_s": time.monotonic() - began,
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / "study.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    files.write(out / "study.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
     return Outcome(study, heading, grids, result)
 
 
