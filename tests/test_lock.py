@@ -102,7 +102,7 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs 
 def test_everything_a_checkpoint_relies_on_is_durable_before_it(calls, tmp_path) -> None:
     small_run(out=tmp_path / "run", rounds=3)
     last = calls.index(("replace", "state-3.json"))
-    for name in ("journal.jsonl", "residuals-0.bin", "state-3.safetensors.tmp", "state-3.json.tmp"):
+    for name in ("journal.jsonl", "residuals.bin", "state-3.safetensors.tmp", "state-3.json.tmp"):
         assert ("sync", name) in calls[calls.index(("replace", "state-0.json")) : last], name
     assert calls[last + 1] == ("sync", "checkpoint")  # the folder, so that the new name lasts
     for name in ("config.toml", "model.safetensors", "summary.json"):

@@ -20,9 +20,10 @@ from torch import Tensor
 from gluefl import files, populations
 from gluefl.clients.evaluation import METRICS, Evaluator
 from gluefl.config import Config, read, validated
-from gluefl.errors import GlueFLError, UsageError
+from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.experiments.console import percent, volume
 from gluefl.experiments.runs import CONFIG
+from gluefl.experiments.verify import check_result
 from gluefl.simulation.build import build_model
 from gluefl.simulation.process import device_of
 from gluefl.simulation.settings import Setting
@@ -120,7 +121,7 @@ def export(run: Path, out: Path, device: str = "cpu") -> Export:
     evaluator = Evaluator(
         module, layout, population, Setting().loss, METRICS[evaluation.metric], evaluation.batch, device_of(device)
     )
-    handed_over = _handed_over(run / MODEL)
+    handed_over = _handed_over(run)
     accuracies = []
     for tensors in (to_values(load(blob)), handed_over):
         if tensors is not None:
@@ -225,13 +226,15 @@ def _types(cells: Mapping[str, Tensor]) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in sorted(set(kinds), key=lambda kind: int(kind.removeprefix("int")))}
 
 
-def _handed_over(path: Path) -> dict[str, Tensor] | None:
+def _handed_over(run: Path) -> dict[str, Tensor] | None:
     """The result of the run, None if it is not finished."""
+    path = run / MODEL
     if not path.exists():
         return None
     try:
+        check_result(run, MODEL)
         return load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (Damaged, SafetensorError) as error:
         raise GlueFLError(f"{path} is damaged ({error}). Delete it to export the grid without it.") from error
 
 

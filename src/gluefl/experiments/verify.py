@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from gluefl import files
+from gluefl.clients.residuals.file import NAME as RECORDS
 from gluefl.clients.residuals.file import check_records
 from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.experiments.runs import find
@@ -41,6 +42,13 @@ def verify(folders: Iterable[Path]) -> list[Check]:
     if not runs:
         raise UsageError(f"there is no run in {', '.join(map(str, folders))}: a run folder holds a {JOURNAL}.")
     return [check for run in runs for check in _run(run)]
+
+
+def check_result(run: Path, name: str) -> None:
+    """Raise `Damaged` if a file that a run left at its end differs from its checksum; older runs have none."""
+    for check in _results(run):
+        if check.file in (name, CHECKSUMS) and check.damage is not None:
+            raise Damaged(f"{run / check.file} is {check.damage}")
 
 
 def verification_table(checks: Iterable[Check]) -> Table:
@@ -117,7 +125,7 @@ def _checkpoints(run: Path) -> Iterator[Check]:
         )
         for store, saved in manifest["stores"].items():
             place = folder / STORES.get(store, store)
-            file = (place / f"residuals-{saved['generation']}.bin").relative_to(run).as_posix()
+            file = (place / RECORDS).relative_to(run).as_posix()
             what = f"{len(saved['offsets'])} records of round {round}, checksums"
             if saved["offsets"]:
                 yield _checked(run, file, what, partial(check_records, place, saved))

@@ -48,10 +48,6 @@ class Store(Protocol):
         """Go back to a checkpoint; what the older ones need, oldest first, stays."""
         ...
 
-    def discard_old(self) -> None:
-        """Delete what the last checkpoints do not need."""
-        ...
-
 
 @dataclass(frozen=True)
 class Found:
@@ -106,8 +102,6 @@ def save(
     }
     files.write(_manifest_path(folder, state.round), seal(manifest, allow_nan=True))
     _discard(folder, rounds_in(folder)[keep:])
-    for store in stores.values():
-        store.discard_old()
 
 
 def check(state: State) -> None:
