@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import shutil
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from gluefl.core.optimizer import Server
 from gluefl.errors import GlueFLError
 from gluefl.simulation.round import play
 from gluefl.storage import checkpoint
+from gluefl.storage.sealed import seal, unseal
 from gluefl.storage.tree import put_together, take_apart
 from gluefl.vectors.mask import Mask
 from runs import small_run
@@ -67,58 +69,68 @@ def played(strategy, folder, rounds=9):
     return f, fresh, state
 
 
+def loaded(folder, fresh, **stores):
+    return checkpoint.load(checkpoint.find(folder, stores), fresh, stores)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_what_is_loaded_is_what_was_saved(strategy, tmp_path) -> None:
     f, fresh, state = played(strategy, tmp_path)
     assert state.ledger.unused and state.optimizer.any() and state.clock_s > 0 and state.up_bytes
     checkpoint.save(tmp_path, state, {"residuals": f.residuals})
     residuals = Residuals(LAYOUT.size, tmp_path, memory_bytes=1)
-    assert_same(checkpoint.load(tmp_path, fresh, {"residuals": residuals}), state)
+    assert_same(loaded(tmp_path, fresh, residuals=residuals), state)
     assert len(residuals) == len(f.residuals)
     for client in range(40):
         here, there = f.residuals.get(client), residuals.get(client)
         assert (here is None) == (there is None) and (here is None or torch.equal(here, there))
 
 
-def test_only_the_last_checkpoint_stays_and_half_a_one_does_not_count(tmp_path) -> None:
+def test_the_last_checkpoints_stay_and_half_a_one_does_not_count(tmp_path) -> None:
     f, fresh, state = played(GlueFL(), tmp_path)
     checkpoint.save(tmp_path, state, {"residuals": f.residuals})
     later, _ = play(f, state)
     (tmp_path / "state-10.safetensors.tmp").write_bytes(b"killed while writing")
-    (tmp_path / "state.json.tmp").write_text("{")
+    (tmp_path / "state-10.json.tmp").write_text("{")
     copy = Path(shutil.copytree(tmp_path, tmp_path.with_name("copy")))  # a load cuts off what came later
-    assert_same(checkpoint.load(copy, fresh, {"residuals": Residuals(LAYOUT.size, copy)}), state)
+    assert_same(loaded(copy, fresh, residuals=Residuals(LAYOUT.size, copy)), state)
     checkpoint.save(tmp_path, later, {"residuals": f.residuals})
-    assert [path.name for path in tmp_path.glob("state-*")] == ["state-10.safetensors"]
-    assert_same(checkpoint.load(tmp_path, fresh, {"residuals": Residuals(LAYOUT.size, tmp_path)}), later)
+    assert checkpoint.rounds_in(tmp_path) == [10, 9] and len(list(tmp_path.glob("state-*"))) == 4
+    last, _ = play(f, later)
+    checkpoint.save(tmp_path, last, {"residuals": f.residuals})
+    assert checkpoint.rounds_in(tmp_path) == [11, 10] and len(list(tmp_path.glob("state-*"))) == 4
+    assert_same(loaded(tmp_path, fresh, residuals=Residuals(LAYOUT.size, tmp_path)), last)
+    checkpoint.save(tmp_path, last, {"residuals": f.residuals}, keep=1)
+    assert checkpoint.rounds_in(tmp_path) == [11] and len(list(tmp_path.glob("state-*"))) == 2
 
 
-@pytest.mark.parametrize("version", [1, 99])
-def test_a_checkpoint_of_another_version_is_refused(version, tmp_path) -> None:
-    f, fresh, state = played(FedAvg(), tmp_path, rounds=1)
+@pytest.mark.parametrize(("name", "version"), [("state.json", 1), ("state.json", 3), ("state-1.json", 99)])
+def test_a_checkpoint_of_another_version_is_refused(name, version, tmp_path) -> None:
+    f, _, state = played(FedAvg(), tmp_path, rounds=1)
     checkpoint.save(tmp_path, state, {"residuals": f.residuals})
-    saved = json.loads((tmp_path / "state.json").read_text())
-    (tmp_path / "state.json").write_text(json.dumps(saved | {"version": version}))
-    with pytest.raises(GlueFLError, match=f"format {version}"):
-        checkpoint.load(tmp_path, fresh, {"residuals": f.residuals})
+    saved, _ = unseal((tmp_path / "state-1.json").read_bytes())
+    (tmp_path / name).write_bytes(seal(saved | {"version": version}))
+    with pytest.raises(GlueFLError, match=f"format {version}, this version of gluefl reads format 4"):
+        checkpoint.find(tmp_path)
 
 
 ELSEWHERE = [None, True, -1, 1.5, "x", [], ["x"], {}, {"tuple": 3}, {"tensor": "none"}, {"fields": {"nothing": 1}}]
 
 
 @pytest.mark.parametrize("value", ELSEWHERE, ids=repr)
-def test_a_damaged_state_is_refused_or_read_whatever_was_damaged(value, tmp_path) -> None:
+def test_a_wrong_state_is_refused_or_read_whatever_is_wrong(value, tmp_path) -> None:
+    """Even if the checksum is right."""
     f, fresh, state = played(GlueFL(), tmp_path, rounds=2)
     checkpoint.save(tmp_path, state, {"residuals": f.residuals})
-    saved = json.loads((tmp_path / "state.json").read_text())
-    for path in paths(saved):
-        (tmp_path / "state.json").write_text(json.dumps(damaged(saved, path, value)))
+    saved, _ = unseal((tmp_path / "state-2.json").read_bytes())
+    for path in paths(saved)[1:]:
+        (tmp_path / "state-2.json").write_bytes(seal(damaged(saved, path, value)))
         try:
-            loaded = checkpoint.load(tmp_path, fresh, {})
+            state = loaded(tmp_path, fresh)
         except GlueFLError:
             continue
-        assert isinstance(loaded.round, int) and loaded.round >= 0 and isinstance(loaded.clock_s, float), path
-        assert all(isinstance(client, int) for client in loaded.sampler), path
+        assert isinstance(state.round, int) and state.round >= 0 and isinstance(state.clock_s, float), path
+        assert all(isinstance(client, int) for client in state.sampler), path
 
 
 def paths(tree, path=()) -> list[tuple]:
@@ -131,22 +143,26 @@ def damaged(tree, path, value):
 
 
 def test_a_state_nested_too_deeply_is_refused(tmp_path) -> None:
-    f, fresh, state = played(FedAvg(), tmp_path, rounds=1)
+    f, _, state = played(FedAvg(), tmp_path, rounds=1)
     checkpoint.save(tmp_path, state, {"residuals": f.residuals})
-    (tmp_path / "state.json").write_text("[" * 100_000)
-    with pytest.raises(GlueFLError, match="is damaged"):
-        checkpoint.load(tmp_path, fresh, {})
+    text = b'{"a": ' + b"[" * 100_000 + b"}"
+    end = f', "crc": "{zlib.crc32(text):08x}"}}\n'.encode()
+    (tmp_path / "state-1.json").write_bytes(text[:-1] + end)
+    with pytest.raises(GlueFLError, match="nested too deeply"):
+        checkpoint.find(tmp_path)
 
 
 def test_a_damaged_checkpoint_leaves_the_files_of_stores_alone(tmp_path) -> None:
     f, fresh, state = played(GlueFL(), tmp_path, rounds=2)
     checkpoint.save(tmp_path, state, {"residuals": f.residuals})
-    saved = json.loads((tmp_path / "state.json").read_text())
-    (tmp_path / "state.json").write_text(json.dumps({**saved, "round": "x"}))
-    (tmp_path / "residuals-7.bin").write_bytes(b"of a later checkpoint")
+    saved, _ = unseal((tmp_path / "state-2.json").read_bytes())
+    (tmp_path / "state-2.json").write_bytes(seal({**saved, "clock_s": "x"}))
+    with open(tmp_path / "residuals.bin", "ab") as file:
+        file.write(b"of a later checkpoint")
+    before = (tmp_path / "residuals.bin").read_bytes()
     with pytest.raises(GlueFLError, match="is damaged"):
-        checkpoint.load(tmp_path, fresh, {"residuals": Residuals(LAYOUT.size, tmp_path)})
-    assert (tmp_path / "residuals-7.bin").exists()
+        loaded(tmp_path, fresh, residuals=Residuals(LAYOUT.size, tmp_path))
+    assert (tmp_path / "residuals.bin").read_bytes() == before
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text() | st.builds(torch.full, st.just((2,)), st.integers(0, 9))
@@ -183,8 +199,10 @@ def test_a_full_disk_is_an_error_of_the_system() -> None:
 def test_a_run_of_an_older_version_is_refused_by_its_format_and_not_by_its_keys(tmp_path) -> None:
     """An older configuration may lack keys of this one: that is not what is in the way."""
     small_run(out=tmp_path / "run", rounds=3)
-    state, config = tmp_path / "run" / "checkpoint" / "state.json", tmp_path / "run" / "config.toml"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"version": 1}))
+    folder, config = tmp_path / "run" / "checkpoint", tmp_path / "run" / "config.toml"
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "state.json").write_text(json.dumps({"version": 3, "tensors": "state-3.safetensors"}))
     config.write_text(config.read_text().replace('initial = "download"\n', ""))
-    with pytest.raises(GlueFLError, match="checkpoint of format 1, this version of gluefl reads format 3"):
+    with pytest.raises(GlueFLError, match="checkpoint of format 3, this version of gluefl reads format 4"):
         small_run(out=tmp_path / "run", resume=True)

@@ -22,9 +22,14 @@ RUN_KEYS = [
     "strategy",
     "seed",
     "rounds",
-    "accuracy",
+    "mean_accuracy",
+    "last_accuracy",
+    "window_evaluations",
+    "window_rounds",
     "target",
     "reached_round",
+    "single_reached_round",
+    "single_down_bytes",
     "down_bytes",
     "up_bytes",
     "total_bytes",
@@ -324,7 +329,7 @@ def test_a_run_leaves_what_the_design_promises(config, tmp_path) -> None:
         "journal.jsonl",
         "summary.json",
         "model.safetensors",
-        "checkpoint/state.json",
+        "checkpoint/state-4.json",
     } <= files(out)
     summary = json.loads((out / "summary.json").read_text())
     assert all(summary[key] == found[key] for key in RUN_KEYS)

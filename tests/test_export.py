@@ -119,6 +119,13 @@ def test_a_table_for_people(runs, tmp_path) -> None:
     assert "int8" in result.stdout and "%" in result.stdout
 
 
+def flip_result(run: Path) -> None:
+    path = run / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
 def break_checkpoint(run: Path) -> None:
     path = run / "checkpoint" / "state-4.safetensors"
     path.write_bytes(path.read_bytes()[:100])
@@ -138,8 +145,9 @@ def change_model(run: Path) -> None:
         (lambda run: (run / "config.toml").write_text('[strategy]\ntype = "Lean"'), 2, "made in Python"),
         (lambda run: (run / "config.toml").write_text('[strategy]\nname = "lean"\nstp = 1'), 2, "stp"),
         (break_checkpoint, 1, "is damaged"),
-        (lambda run: (run / "checkpoint" / "state.json").write_text("{}"), 1, "is damaged"),
+        (lambda run: (run / "checkpoint" / "state-4.json").write_text("{}"), 1, "is damaged"),
         (lambda run: (run / "model.safetensors").write_bytes(b"1"), 1, "model.safetensors is damaged"),
+        (flip_result, 1, "its checksum differs"),
         (change_model, 1, "the checkpoint of"),
     ],
 )

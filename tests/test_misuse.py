@@ -11,7 +11,7 @@ from torch import nn
 from gluefl import APF, STC, Arrivals, Fleet, GlueFL, Options, Setting, Uniform, train
 from gluefl.accel.resources import Resources, current, resources
 from gluefl.clients.cohort import Outcome
-from gluefl.errors import GlueFLError, UsageError
+from gluefl.errors import UsageError
 from gluefl.strategies import Traits
 from runs import small_run
 from stubs import Blobs, mlp
@@ -125,18 +125,6 @@ def test_a_round_in_which_everybody_is_late_is_played_by_every_trainer(trainer, 
 def test_a_metric_that_is_no_number_is_refused_before_the_journal_is_written(tmp_path) -> None:
     with pytest.raises(UsageError, match="the metric is nan"):
         small_run(rounds=1, out=tmp_path / "run", metric=lambda outputs, labels: outputs[:, 0] * float("nan"))
-
-
-@pytest.mark.parametrize("text", [None, "{}", "[1]", "{", '{"data": 1}', "[" * 100_000], ids=lambda t: str(t)[:9])
-def test_a_damaged_fingerprint_is_refused(text, tmp_path) -> None:
-    small_run(rounds=3, out=tmp_path / "run")
-    path = tmp_path / "run" / "checkpoint" / "fingerprint.json"
-    if text is None:
-        path.unlink()
-    else:
-        path.write_text(text)
-    with pytest.raises(GlueFLError, match="is damaged or missing"):
-        small_run(rounds=4, out=tmp_path / "run", resume=True)
 
 
 class Adapted(nn.Sequential):

@@ -1,4 +1,4 @@
-"""The clients' memories: the same from RAM and from disk, after a crash and after compaction."""
+"""The clients' memories: the same from RAM and from disk, after a crash."""
 
 import tempfile
 import time
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gluefl.clients.residuals import Residuals
 from gluefl.clients.residuals import file as record_file
-from gluefl.errors import GlueFLError
+from gluefl.errors import Damaged
 from stubs import dyadic
 
 SIZE = 25
@@ -80,10 +80,10 @@ def test_a_crash_loses_only_what_came_after_the_checkpoint(tmp_path, memory, hal
 STEPS = st.lists(st.sampled_from([*range(5), "checkpoint", "crash"]), max_size=60)
 
 
-@given(STEPS, st.integers(0, 3), st.booleans())
-def test_whatever_happens_a_store_is_what_was_written_since_the_last_checkpoint(steps, in_memory, compacts) -> None:
+@given(STEPS, st.integers(0, 3))
+def test_whatever_happens_a_store_is_what_was_written_since_the_last_checkpoint(steps, in_memory) -> None:
     def new_store(folder) -> Residuals:
-        return Residuals(SIZE, folder, in_memory * (8 + 4 * SIZE), spare_bytes=0 if compacts else 2**20)
+        return Residuals(SIZE, folder, in_memory * (8 + 4 * SIZE))
 
     with tempfile.TemporaryDirectory() as name:
         store = new_store(Path(name))
@@ -91,7 +91,6 @@ def test_whatever_happens_a_store_is_what_was_written_since_the_last_checkpoint(
         for version, step in enumerate(steps):
             if step == "checkpoint":
                 saved, at_checkpoint = store.checkpoint(), dict(plain)
-                store.discard_old()
             elif step == "crash":
                 store.close()
                 store, plain = new_store(Path(name)), dict(at_checkpoint)
@@ -136,11 +135,11 @@ def test_a_crash_before_the_first_checkpoint_leaves_nothing(tmp_path) -> None:
 def test_a_closed_store_writes_no_more_even_after_a_failure(tmp_path, monkeypatch, fails) -> None:
     write = record_file.write_record
 
-    def slowly(path, offset, *rest) -> None:
+    def slowly(path, offset, *rest) -> int:
         time.sleep(0.05)
         if fails and not offset:
             raise OSError("the disk is full")
-        write(path, offset, *rest)
+        return write(path, offset, *rest)
 
     monkeypatch.setattr(record_file, "write_record", slowly)
     store = Residuals(SIZE, tmp_path, 0)
@@ -168,33 +167,18 @@ def test_a_checkpoint_appends_only_what_changed(tmp_path) -> None:
     assert store.checkpoint()["length"] == first + store.record_bytes
 
 
+@pytest.mark.parametrize("keep", [1, 2, 3])
 @pytest.mark.parametrize("memory", [0, 10**9])
-def test_garbage_is_compacted_and_a_crash_in_between_is_harmless(tmp_path, memory) -> None:
-    size = 50_000
-    store = Residuals(size, tmp_path, memory)
+def test_places_are_used_again_when_no_checkpoint_needs_them(tmp_path, memory, keep) -> None:
+    store = Residuals(SIZE, tmp_path, memory, keep=keep)
     for version in range(12):
         for client in range(2):
-            store[client] = dyadic(size, client, version)
+            store[client] = vector(client, version)
         saved = store.checkpoint()
-        if saved["generation"]:
-            break
-        old = saved
-        store.discard_old()
-    else:
-        pytest.fail("never compacted")
-    assert len(list(tmp_path.glob("*.bin"))) == 2  # the old file stays until a checkpoint names the new one
-    assert saved["length"] < old["length"]
-    kept = {path: path.read_bytes() for path in tmp_path.glob("*.bin")}
-    crashed = Residuals(size, tmp_path, memory)
-    crashed.restore(old)
-    assert all(torch.equal(crashed.get(c), dyadic(size, c, version - 1)) for c in range(2))
-    for path, data in kept.items():
-        path.write_bytes(data)
-    store.discard_old()
-    assert len(list(tmp_path.glob("*.bin"))) == 1
-    again = Residuals(size, tmp_path, memory)
+    assert saved["length"] <= (1 + keep) * 2 * store.record_bytes
+    again = Residuals(SIZE, tmp_path, memory)
     again.restore(saved)
-    assert all(torch.equal(again.get(c), dyadic(size, c, version)) for c in range(2))
+    assert all(torch.equal(again.get(client), vector(client, version)) for client in range(2))
 
 
 def test_a_file_that_is_too_short_is_an_error_that_says_so(tmp_path) -> None:
@@ -203,11 +187,11 @@ def test_a_file_that_is_too_short_is_an_error_that_says_so(tmp_path) -> None:
     saved = store.checkpoint()
     path = next(tmp_path.glob("*.bin"))
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(GlueFLError, match="damaged or removed"):
-        Residuals(SIZE, tmp_path).restore(saved)
+    with pytest.raises(Damaged, match="damaged or removed"):
+        Residuals(SIZE, tmp_path).check(saved)
     path.unlink()
-    with pytest.raises(GlueFLError, match="holds 0 bytes"):
-        Residuals(SIZE, tmp_path).restore(saved)
+    with pytest.raises(Damaged, match="holds 0 bytes"):
+        Residuals(SIZE, tmp_path).check(saved)
 
 
 @given(st.integers(-40, 30), st.integers(0, 99))

@@ -35,7 +35,8 @@ from gluefl.randomness import stream
 from gluefl.simulation import run as run_module
 from gluefl.simulation.lookahead import LookAhead, Trained
 from gluefl.simulation.round import play
-from gluefl.storage.journal import mean_accuracy, reached_round, read
+from gluefl.storage.checkpoint import read_manifest, rounds_in
+from gluefl.storage.journal import SUMMED, Totals, mean_accuracy, read
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
 from runs import KILLED_AT, ROUNDS, options, small_run
@@ -201,7 +202,7 @@ def test_a_killed_process_and_a_resumed_one_give_the_same_run(name, number, undi
     child = subprocess.run([sys.executable, script, folder, number, half], capture_output=True, text=True)
     lines, _ = read(folder / "journal.jsonl")
     assert len(lines) == KILLED_AT and not (folder / "summary.json").exists()
-    saved = json.loads((folder / "checkpoint" / "state.json").read_text())
+    saved = read_manifest(folder / "checkpoint", max(rounds_in(folder / "checkpoint")))
     if number == "SIGKILL":
         assert child.returncode == -signal.SIGKILL and saved["round"] == 6
     else:
@@ -239,14 +240,14 @@ def test_a_run_whose_clients_know_the_initial_model_resumes(encode, tmp_path) ->
 def test_a_crashed_run_writes_no_more(tmp_path, monkeypatch) -> None:
     write = record_file.write_record
 
-    def slowly(*arguments) -> None:
+    def slowly(*arguments) -> int:
         time.sleep(0.05)
-        write(*arguments)
+        return write(*arguments)
 
     monkeypatch.setattr(record_file, "write_record", slowly)
     with pytest.raises(Crash):
         small_run(out=tmp_path / "run", callbacks=[crash])
-    (file,) = (tmp_path / "run" / "checkpoint").glob("residuals-*.bin")
+    (file,) = (tmp_path / "run" / "checkpoint").glob("*.bin")
     length = file.stat().st_size
     time.sleep(0.2)
     assert file.stat().st_size == length
@@ -271,12 +272,12 @@ def test_a_half_written_line_is_tolerated(tail, undisturbed, tmp_path) -> None:
     assert written(tmp_path / "run") == undisturbed("gluefl")
 
 
-def test_a_journal_that_lacks_rounds_of_the_checkpoint_is_an_error(tmp_path) -> None:
+def test_a_journal_that_lacks_rounds_of_all_checkpoints_is_an_error(tmp_path) -> None:
     with pytest.raises(Crash):
         small_run(out=tmp_path / "run", callbacks=[crash])
     journal = tmp_path / "run" / "journal.jsonl"
-    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:4]))
-    with pytest.raises(GlueFLError, match="4 whole lines, the checkpoint is of round 6"):
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(GlueFLError, match="the journal has only 2 whole lines"):
         small_run(out=tmp_path / "run", resume=True)
 
 
@@ -288,14 +289,14 @@ def test_a_run_that_was_given_more_rounds_is_not_done_before_they_are_played(tmp
     assert not (tmp_path / "run" / "summary.json").exists()
     assert small_run(out=tmp_path / "run", resume=True).summary["rounds"] == ROUNDS
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "checkpoint", "config.toml", "journal.jsonl", "model.safetensors", "summary.json"
+        "checkpoint", "checksums.json", "config.toml", "journal.jsonl", "model.safetensors", "summary.json"
     }  # fmt: skip
 
 
 def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path) -> None:
     small_run(out=tmp_path / "run", rounds=4)
-    state = tmp_path / "run" / "checkpoint" / "state.json"
-    state.write_text(state.read_text()[:50])
+    for state in (tmp_path / "run" / "checkpoint").glob("state-*.json"):
+        state.write_text(state.read_text()[:50])
     before = snapshot(tmp_path)
     with pytest.raises(GlueFLError, match="damaged"):
         small_run(out=tmp_path / "run", resume=True)
@@ -340,20 +341,17 @@ def test_another_model_is_not_resumed(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "nonsense", "no tensors", "no residuals"])
-def test_a_damaged_checkpoint_is_an_error_that_says_so(damage, tmp_path) -> None:
-    small_run(out=tmp_path / "run", rounds=3)
+def test_damaged_checkpoints_are_an_error_that_says_so(damage, tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=6)
     folder = tmp_path / "run" / "checkpoint"
-    state, (tensors,), (residuals,) = (
-        folder / "state.json",
-        folder.glob("*.safetensors"),
-        folder.glob("residuals-*"),
-    )
-    if damage == "cut":
-        state.write_text(state.read_text()[:50])
-    elif damage == "nonsense":
-        state.write_text('{"version": 1, "tensors": 3}')
-    else:
-        {"no tensors": tensors, "no residuals": residuals}[damage].unlink()
+    pattern = {"no tensors": "*.safetensors", "no residuals": "*.bin"}.get(damage, "state-*.json")
+    for path in folder.glob(pattern):
+        if damage == "cut":
+            path.write_text(path.read_text()[:50])
+        elif damage == "nonsense":
+            path.write_text('{"version": 1, "tensors": 3}')
+        else:
+            path.unlink()
     with pytest.raises(GlueFLError, match="damaged"):
         small_run(out=tmp_path / "run", resume=True)
 
@@ -527,14 +525,19 @@ def test_a_run_stops_at_its_target_and_counts_to_it() -> None:
     assert timeless(stopped.journal) == timeless(whole.journal[:reached])
     on = small_run(evaluate_every=2, average=2, target=target, stop_at_target=False)
     assert on.summary["rounds"] == ROUNDS and on.summary["reached_round"] == reached
-    for key in ("down_bytes", "up_bytes", "total_bytes", "mean_download_share", "accuracy"):
+    for key in ("down_bytes", "up_bytes", "total_bytes", "mean_download_share", "mean_accuracy", "last_accuracy"):
         assert on.summary[key] == stopped.summary[key]
     assert on.summary["down_bytes"] == sum(line["down_bytes"] for line in whole.journal[:reached])
 
 
 def test_a_target_is_compared_with_the_mean_of_enough_evaluations() -> None:
     accuracies = [None, 0.9, None, 0.2, 0.5, 0.5, 0.8, None, 0.1]
-    lines = [{"round": r, "accuracy": accuracy} for r, accuracy in enumerate(accuracies, 1)]
+    other = dict.fromkeys((*SUMMED, "invited"), 1) | {"clock_s": None}
+    lines = [other | {"round": r, "accuracy": accuracy} for r, accuracy in enumerate(accuracies, 1)]
+
+    def reached_round(lines, target, average):
+        return Totals.of(lines, target, average).reached_round
+
     assert reached_round(lines, 0.9, average=1) == 2
     assert reached_round(lines, 0.6, average=3) == 7  # (0.5 + 0.5 + 0.8) / 3; one good evaluation is not enough
     assert reached_round(lines, 0.25, average=3) == 5
@@ -571,7 +574,7 @@ def test_the_result_is_the_saved_model_and_a_run_can_start_from_it(tmp_path) -> 
 
 def test_training_learns() -> None:
     result = small_run(rounds=60, strategy=FedAvg(), training=LocalSGD(steps=5, lr=0.05))
-    assert result.summary["accuracy"] > 0.8
+    assert result.summary["mean_accuracy"] > 0.8
 
 
 def test_a_journal_line_has_what_the_design_promises() -> None:

@@ -23,6 +23,8 @@ from typing import Any
 from safetensors import safe_open
 
 from gluefl import wire
+from gluefl.flower.run_folder import JOURNAL, Saved
+from gluefl.storage.journal import Journal
 
 ROOT = Path(__file__).parents[1]
 APP = ROOT / "examples" / "flower-quickstart"
@@ -151,8 +153,16 @@ class Loopback:
 
     def wrong_replicas(self) -> list[int]:
         """Nodes that do not hold the server's model of the version they say."""
-        hashes = json.loads((self.work / "run" / "federation.json").read_text())["hashes"]
-        return [node for node, (version, hash_) in self.replicas().items() if hashes[str(version)] != hash_]
+        hashes = hashes_of(self.work / "run")
+        return [node for node, (version, hash_) in self.replicas().items() if hashes[version] != hash_]
+
+
+def hashes_of(run: Path) -> dict[int, str]:
+    """The hash of every version that a server published."""
+    saved = Saved.read(run)
+    if saved is None:
+        raise SystemExit(f"{run} holds no run")
+    return {0: saved.version_0.hex()} | {line["round"]: line["hash"] for line in Journal(run / JOURNAL).stored()}
 
 
 def family(pid: int) -> list[int]:

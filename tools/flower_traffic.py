@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flower_kills import ROOT, Loopback
+from flower_kills import ROOT, Loopback, hashes_of
 
 from gluefl import Lean
 from gluefl.flower.node_store import NodeStore
+from gluefl.flower.run_folder import Saved
 from gluefl.flower.synchronise import Receiver
 
 APP = ROOT / "examples" / "flower-lean"
@@ -42,14 +43,15 @@ def origin_of(folder: Path) -> torch.Tensor:
 
 def replicas(federation: Loopback, out: Path, initial: str) -> dict[str, Any]:
     """The versions that the nodes hold, whether they are the server's, and their bytes on the disk."""
-    saved = json.loads((out / "federation.json").read_text())
+    saved, hashes = Saved.read(out), hashes_of(out)
+    run = saved.run.hex() if saved is not None else ""
     versions, wrong, disk_bytes = {}, [], []
     for node in range(federation.nodes):
-        (folder,) = federation.work.glob(f"device-{node}/{saved['run']}/node-*")
+        (folder,) = federation.work.glob(f"device-{node}/{run}/node-*")
         origin = origin_of(folder) if initial == "known" else None
         stored = NodeStore(folder).replica(Lean(), origin)
         versions[node] = None if stored is None else stored[0].version
-        if stored is None or stored[0].hash.hex() != saved["hashes"][str(stored[0].version)]:
+        if stored is None or stored[0].hash.hex() != hashes[stored[0].version]:
             wrong.append(node)
         disk_bytes.append(sum(path.stat().st_size for path in folder.iterdir()))
     return {"versions": versions, "wrong_replicas": wrong, "disk_mb": max(disk_bytes) / 1e6}

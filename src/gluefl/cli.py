@@ -111,7 +111,7 @@ def compare(config: Path, **options: Any) -> None:
 @tracked
 @common
 def demo(**options: Any) -> None:
-    """Train FedAvg, STC, APF and GlueFL on generated handwriting and compare what their clients download."""
+    """Train FedAvg, STC, APF, GlueFL and lean on generated handwriting and compare what their clients download."""
     import tomllib
     from importlib.resources import files
 
@@ -177,6 +177,21 @@ def study(
 
 
 @main.command()
+@click.argument("folders", nargs=-1, required=True, metavar="DIR…", type=click.Path(exists=True, path_type=Path))
+@click.option("--markdown", is_flag=True, help="Print the table as markdown.")
+def claims(folders: tuple[Path, ...], markdown: bool) -> None:
+    """What the studies in the given folders say of the claims of the paper, by their intervals over the seeds."""
+    from gluefl.experiments.console import console
+    from gluefl.experiments.studies import claims, pages
+
+    header, rows = claims.table(claims.results(folders))
+    if markdown:
+        click.echo(pages.markdown_table(header, rows))
+    else:
+        console().print(pages.plain_table(header, rows))
+
+
+@main.command()
 @click.argument("folders", nargs=-1, required=True, metavar="DIR…", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="The page to write; by default report.html.")
 @click.option("--figures", type=click.Path(path_type=Path), help="Folder for figures as SVG, PNG and CSV.")
@@ -214,6 +229,26 @@ def export(run: Path, out: Path, device: str, as_json: bool) -> None:
     from gluefl.experiments.console import console
 
     console().print(exports.export_table(result))
+
+
+@main.command()
+@click.argument("folders", nargs=-1, required=True, metavar="DIR…", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+@click.pass_context
+def verify(ctx: click.Context, folders: tuple[Path, ...], as_json: bool) -> None:
+    """Read every file of the runs in the given folders and compare it with its checksum; exit code 1 if one differs."""
+    from gluefl.experiments import verify as verification
+    from gluefl.experiments.console import console
+
+    checks = verification.verify(folders)
+    damaged = sum(check.damage is not None for check in checks)
+    if as_json:
+        rows = [{"run": str(c.run), "file": c.file, "checked": c.checked, "damage": c.damage} for c in checks]
+        click.echo(json.dumps({"files": rows, "damaged": damaged}))
+    else:
+        console().print(verification.verification_table(checks))
+        click.echo(f"{len(checks)} checks, {damaged} damaged")
+    ctx.exit(1 if damaged else 0)
 
 
 if __name__ == "__main__":

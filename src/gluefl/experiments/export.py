@@ -17,12 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from gluefl import populations
+from gluefl import files, populations
 from gluefl.clients.evaluation import METRICS, Evaluator
 from gluefl.config import Config, read, validated
-from gluefl.errors import GlueFLError, UsageError
+from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.experiments.console import percent, volume
 from gluefl.experiments.runs import CONFIG
+from gluefl.experiments.verify import check_result
 from gluefl.simulation.build import build_model
 from gluefl.simulation.process import device_of
 from gluefl.simulation.settings import Setting
@@ -120,14 +121,14 @@ def export(run: Path, out: Path, device: str = "cpu") -> Export:
     evaluator = Evaluator(
         module, layout, population, Setting().loss, METRICS[evaluation.metric], evaluation.batch, device_of(device)
     )
-    handed_over = _handed_over(run / MODEL)
+    handed_over = _handed_over(run)
     accuracies = []
     for tensors in (to_values(load(blob)), handed_over):
         if tensors is not None:
             _fill(module, tensors, run)
             accuracies.append(evaluator(*layout.flatten(module)).accuracy)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(blob)
+    files.write(out, blob)
     return Export(
         file=str(out),
         round=published.round,
@@ -188,15 +189,12 @@ def _published(run: Path) -> Published:
             f"{folder} holds no checkpoint, which would hold the published grid: repeat the run with `gluefl run` or "
             "`compare`, which leave a checkpoint at the end; the runs of a study may leave none."
         )
-    checkpoint.check_format(folder)
-    try:
-        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / saved["tensors"])
-        return Published(int(saved["round"]), tensors["weights"], tensors["statistics"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        raise GlueFLError(
-            f"the checkpoint in {folder} is damaged ({type(error).__name__}: {error}). Repeat the run elsewhere."
-        ) from error
+    found = checkpoint.find(folder)
+    if found is None or found.unusable:  # an older model would be exported
+        reasons = "; ".join(found.unusable) if found is not None else "it has no manifest"
+        raise GlueFLError(f"the last checkpoint in {folder} is damaged ({reasons}). Resume the run, then export it.")
+    tensors = load_file(folder / found.manifest["tensors"]["name"])
+    return Published(found.round, tensors["weights"], tensors["statistics"])
 
 
 def _check_sizes(run: Path, layout: Layout, published: Published) -> None:
@@ -228,13 +226,15 @@ def _types(cells: Mapping[str, Tensor]) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in sorted(set(kinds), key=lambda kind: int(kind.removeprefix("int")))}
 
 
-def _handed_over(path: Path) -> dict[str, Tensor] | None:
+def _handed_over(run: Path) -> dict[str, Tensor] | None:
     """The result of the run, None if it is not finished."""
+    path = run / MODEL
     if not path.exists():
         return None
     try:
+        check_result(run, MODEL)
         return load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (Damaged, SafetensorError) as error:
         raise GlueFLError(f"{path} is damaged ({error}). Delete it to export the grid without it.") from error
 
 

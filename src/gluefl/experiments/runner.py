@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from gluefl import files
 from gluefl.config import to_toml
 from gluefl.errors import Diverged, Interrupted, UsageError
 from gluefl.experiments.grid import RunSpec, check
@@ -79,7 +80,7 @@ class ThisProcess:
 
 def record_divergence(spec: RunSpec, message: str) -> str:
     """Write the message of a run that diverged into its folder; returns one word for the progress display."""
-    (spec.folder / FAILURE).write_text(message + "\n", encoding="utf-8")
+    files.write(spec.folder / FAILURE, message + "\n")
     return "diverged"
 
 

@@ -67,14 +67,13 @@ class Saved:
                     f"go on; nothing was changed. Copy {CHECKPOINT}/ back from a backup, or choose another folder."
                 )
             return None
-        notes = found.notes
         return cls(
-            run=bytes.fromhex(notes["run"]),
-            settings=notes["settings"],
-            places=dict(notes["places"]),
-            accepted={int(client): (last, digest) for client, (last, digest) in notes["accepted"].items()},
-            version_0=bytes.fromhex(notes["version_0"]),
-            guard=notes["guard"],
+            run=bytes.fromhex(found.note("run")),
+            settings=found.note("settings"),
+            places=dict(found.note("places")),
+            accepted={int(client): (last, digest) for client, (last, digest) in found.note("accepted").items()},
+            version_0=bytes.fromhex(found.note("version_0")),
+            guard=found.note("guard"),
             found=found,
         )
 

@@ -67,6 +67,7 @@ class Population(Protocol):
 
 LOADERS = {
     "glyphs": "glyphs:Glyphs",
+    "glyphs_skewed": "glyphs:SkewedGlyphs",
     "mnist_writers": "mnist_writers:load",
     "femnist": "femnist:load",
     "openimage": "openimage:load",

@@ -55,8 +55,8 @@ class RunFolder:
         saved, config = self.path / CHECKPOINT, self.path / CONFIG
         found = checkpoint.find(saved, self.stores, journal.count())
         if found is not None:
-            self._check_configuration(found.notes["config"])
-            check_same(Fingerprint(**found.notes["fingerprint"]), self.identity)
+            self._check_configuration(found.note("config"))
+            check_same(Fingerprint(**found.note("fingerprint")), self.identity)
             self._report(found)
             state = checkpoint.load(found, fresh, self.stores)
         else:
@@ -92,13 +92,17 @@ class RunFolder:
             raise UsageError(f"{self.path} is a file; --out needs a folder.")
         if not self.path.exists() or not any(self.path.iterdir()):
             return
-        if not any((self.path / name).exists() for name in (CONFIG, JOURNAL, CHECKPOINT)):
+        is_run = any((self.path / name).exists() for name in (CONFIG, JOURNAL))
+        if not is_run and not checkpoint.exists(self.path / CHECKPOINT):
             raise UsageError(f"{self.path} is not empty and holds no run of gluefl: choose another --out.")
         if not resume:
             raise UsageError(f"{self.path} holds a run already: choose another --out, or go on with it by --resume.")
 
     def _check_new(self) -> None:
         """A folder without a checkpoint holds at most the beginning of a run that never came to its first round."""
+        config = self.path / CONFIG
+        if config.exists():
+            self._check_configuration(config.read_text("utf-8", "replace"))
         traces = [JOURNAL] if (self.path / JOURNAL).exists() and (self.path / JOURNAL).stat().st_size else []
         traces += [name for name in (SUMMARY, MODEL, CHECKSUMS) if (self.path / name).exists()]
         traces += [f"{CHECKPOINT}/{path.name}" for path in sorted((self.path / CHECKPOINT).glob("*.bin"))]
@@ -108,16 +112,13 @@ class RunFolder:
                 "study does at the end of a run. The run cannot go on; nothing was changed. Copy "
                 f"{CHECKPOINT}/ back from a backup, or start the run again in another folder."
             )
-        config = self.path / CONFIG
-        if config.exists():
-            self._check_configuration(config.read_text(encoding="utf-8", errors="replace"))
 
     def _report(self, found: checkpoint.Found) -> None:
         """Tell the user what is damaged and mended."""
         if found.warning is not None:
             warnings.warn(f"{self.path}: {found.warning}", stacklevel=5)
         config = self.path / CONFIG
-        if not config.exists() or _fixed(config.read_text("utf-8", "replace")) != _fixed(found.notes["config"]):
+        if not config.exists() or not same_configuration(config.read_text("utf-8", "replace"), found.note("config")):
             warnings.warn(
                 f"{config} is not as the run wrote it; it is written again from the checkpoint's copy", stacklevel=5
             )
@@ -131,6 +132,11 @@ class RunFolder:
                 f"{self.path} holds a run of another configuration, it cannot be resumed with this one. "
                 f"They differ in:\n{lines}"
             )
+
+
+def same_configuration(a: str, b: str) -> bool:
+    """Whether two configurations are of the same run."""
+    return _fixed(a) == _fixed(b)
 
 
 def _fixed(text: str) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gluefl import files
 from gluefl.core.server import State
-from gluefl.errors import Damaged, GlueFLError
+from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.storage.sealed import seal, unseal
 from gluefl.storage.states import put_state_together, take_state_apart
 
@@ -48,10 +48,6 @@ class Store(Protocol):
         """Go back to a checkpoint; what the older ones need, oldest first, stays."""
         ...
 
-    def discard_old(self) -> None:
-        """Delete what the last checkpoints do not need."""
-        ...
-
 
 @dataclass(frozen=True)
 class Found:
@@ -67,10 +63,14 @@ class Found:
         """Rounds done."""
         return int(self.manifest["round"])
 
-    @property
-    def notes(self) -> dict[str, Any]:
-        """What was saved beside the state."""
-        return dict(self.manifest["notes"])
+    def note(self, name: str) -> Any:
+        """What was saved beside the state under a name."""
+        if name not in self.manifest["notes"]:
+            raise UsageError(
+                f"{self.folder} holds a checkpoint without '{name}': a run of the laboratory cannot go on on Flower, "
+                "nor the other way round. Choose another folder."
+            )
+        return self.manifest["notes"][name]
 
     @property
     def warning(self) -> str | None:
@@ -102,8 +102,6 @@ def save(
     }
     files.write(_manifest_path(folder, state.round), seal(manifest, allow_nan=True))
     _discard(folder, rounds_in(folder)[keep:])
-    for store in stores.values():
-        store.discard_old()
 
 
 def check(state: State) -> None:
@@ -137,10 +135,7 @@ def find(folder: Path, stores: Mapping[str, Store] = NOTHING, most_rounds: int |
             unusable.append(f"checkpoint of round {round}: the journal has only {most_rounds} whole lines")
             continue
         try:
-            manifest = read_manifest(folder, round)
-            check_tensors(folder, manifest)
-            for name, store in stores.items():
-                store.check(manifest["stores"][name])
+            manifest = _checked(folder, round, stores)
         except Damaged as error:
             unusable.append(f"checkpoint of round {round}: {error}")
             continue
@@ -171,11 +166,23 @@ def load(found: Found, fresh: State, stores: Mapping[str, Store] = NOTHING) -> S
             f"the checkpoint of round {found.round} in {folder} is damaged ({type(error).__name__}: {error}), or it is "
             "of another configuration. Start the run again in another folder."
         ) from error
-    # Last, because they change files.
-    _discard(folder, [round for round in rounds_in(folder) if round > found.round])
-    for name, store in stores.items():
+    for name, store in stores.items():  # last, because a store changes its files
         store.restore(manifest["stores"][name], [one["stores"][name] for one in found.older])
+    _discard(folder, [round for round in rounds_in(folder) if round > found.round])
     return state
+
+
+def _checked(folder: Path, round: int, stores: Mapping[str, Store]) -> Manifest:
+    """The manifest of a checkpoint all files of which are as they were written."""
+    manifest = read_manifest(folder, round)
+    try:
+        check_tensors(folder, manifest)
+        for name, store in stores.items():
+            store.check(manifest["stores"][name])
+    except MISREAD as error:
+        name = _manifest_path(folder, round).name
+        raise Damaged(f"{name} cannot be read ({type(error).__name__}: {error})") from error
+    return manifest
 
 
 def read_manifest(folder: Path, round: int) -> Manifest:

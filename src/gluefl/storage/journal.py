@@ -108,13 +108,19 @@ def read(path: Path) -> tuple[list[Line], bool]:
 
 class Totals:
     """What a run amounts to so far, added up line by line: volumes (DV, TV) and times (DT, TT) at the target where it
-    was reached, otherwise at the end. It takes the same memory whatever the number of rounds."""
+    was reached, otherwise at the end. It takes the same memory whatever the number of rounds.
+
+    The target is reached by a mean over a window of evaluations; what single evaluations would give stands beside it.
+    """
 
     def __init__(self, target: float | None, average: int) -> None:
-        self.target, self.rounds = target, 0
+        self.target, self.average, self.rounds = target, average, 0
         self.reached_round: int | None = None
+        self.single_reached_round: int | None = None
         self._sums: dict[str, Any] = {}
+        self._single_down_bytes = 0
         self._accuracies = deque[float](maxlen=average)  # of the last evaluations
+        self._first_evaluation: int | None = None
         self._invitations = 0
         self._test_loss: float | None = None
         self._clock_s: float | None = None
@@ -135,33 +141,44 @@ class Totals:
         for key in SUMMED:
             before, value = self._sums.get(key, 0), line[key]
             self._sums[key] = None if before is None or value is None else before + value
+        if self.single_reached_round is None:
+            self._single_down_bytes += line["down_bytes"]
         self._invitations += line["invited"]
         self._clock_s = line["clock_s"]
         if line.get("test_loss") is not None:
             self._test_loss = line["test_loss"]
         if line["accuracy"] is not None:
-            self._accuracies.append(line["accuracy"])
-            full = len(self._accuracies) == self._accuracies.maxlen
-            if self.target is not None and full and (self.accuracy or 0.0) >= self.target:
-                self.reached_round = int(line["round"])
+            self._evaluated(int(line["round"]), line["accuracy"])
 
-    @property
-    def accuracy(self) -> float | None:
-        """The mean of the last evaluations."""
-        return math.fsum(self._accuracies) / len(self._accuracies) if self._accuracies else None
+    def _evaluated(self, round: int, accuracy: float) -> None:
+        self._accuracies.append(accuracy)
+        if self._first_evaluation is None:
+            self._first_evaluation = round
+        if self.target is None:
+            return
+        if self.single_reached_round is None and accuracy >= self.target:
+            self.single_reached_round = round
+        if len(self._accuracies) == self.average and math.fsum(self._accuracies) / self.average >= self.target:
+            self.reached_round = round
 
     def summary(self, model_bytes: int) -> dict[str, Any]:
         """As in `summary.json`."""
-        sums, loss = dict.fromkeys(SUMMED) | self._sums, self._test_loss
+        sums, loss, recent = dict.fromkeys(SUMMED) | self._sums, self._test_loss, self._accuracies
+        first = self._first_evaluation  # after `every` rounds
         down_bytes, up_bytes = sums["down_bytes"], sums["up_bytes"]
         share = (down_bytes or 0) / (self._invitations * model_bytes) if self._invitations else None
         return {
             "rounds": self.rounds,
-            "accuracy": self.accuracy,
+            "mean_accuracy": math.fsum(recent) / len(recent) if recent else None,  # over the window
+            "last_accuracy": recent[-1] if recent else None,
+            "window_evaluations": self.average,
+            "window_rounds": None if first is None else self.average * first,
             "test_loss": loss,
             "perplexity": math.exp(min(loss, 700.0)) if loss is not None else None,  # e^loss, for text
             "target": self.target,
             "reached_round": self.reached_round,
+            "single_reached_round": self.single_reached_round,
+            "single_down_bytes": self._single_down_bytes,
             "down_bytes": down_bytes,
             "up_bytes": up_bytes,
             "total_bytes": (down_bytes or 0) + (up_bytes or 0),

@@ -1,14 +1,14 @@
 """Vectors in a file, written asynchronously.
 
-2800 clients of 5.5M parameters are 61 GB. A checkpoint therefore never rewrites the file: it appends what changed since
-the last one, and notes offset and checksum of every record, and the length. The records of the last few checkpoints
-stay; those appended after the last are overwritten in place, and cut off when a run resumes from it.
+2800 clients of 5.5M parameters are 61 GB. A checkpoint therefore never rewrites the file: it writes what changed since
+the last one, and notes offset and checksum of every record. The records of the last few checkpoints stay; places
+that only an older checkpoint needed are used again, so that the file does not grow from checkpoint to checkpoint.
 """
 
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from gluefl.clients.residuals.tiers import Scaled
 from gluefl.errors import Damaged, GlueFLError
 
 MOST_WRITES = 4  # at a time
-SPARE_BYTES = 2**20  # a file is compacted when it is so much longer than what all kept checkpoints may need
+NAME = "residuals.bin"
 KEPT = 2  # checkpoints
 AGAIN = "Resume the run: it then goes back to a checkpoint that is whole, if there is one."
 
@@ -32,22 +32,15 @@ AGAIN = "Resume the run: it then goes back to a checkpoint that is whole, if the
 class RecordFile:
     """One record per client: a scale and `size` values. The first write creates the folder."""
 
-    def __init__(
-        self, folder: Path, size: int, dtype: torch.dtype, spare_bytes: int = SPARE_BYTES, keep: int = KEPT
-    ) -> None:
-        self.folder, self.dtype, self.spare_bytes, self.keep = folder, dtype, spare_bytes, keep
+    def __init__(self, folder: Path, size: int, dtype: torch.dtype, keep: int = KEPT) -> None:
+        self.folder, self.path, self.dtype = folder, folder / NAME, dtype
         self.record_bytes = 8 + size * dtype.itemsize
         self.offsets: dict[int, int] = {}
         self.length = 0
         self._checksums: dict[int, int] = {}  # of records whose write is done
-        self._generation = 0
-        self._kept: deque[tuple[int, frozenset[int]]] = deque(maxlen=keep)  # generations and offsets of checkpoints
+        self._kept: deque[frozenset[int]] = deque(maxlen=keep)  # offsets of the last checkpoints
+        self._free: list[int] = []  # offsets that neither a checkpoint nor a client needs
         self._writes: deque[tuple[int, int, Future[int]]] = deque()  # by client and offset
-
-    @property
-    def path(self) -> Path:
-        """The file of the current generation; compaction begins another."""
-        return self._path_of(self._generation)
 
     def write(
         self,
@@ -62,8 +55,7 @@ class RecordFile:
             self._finish_write()
         offset = self.offsets.get(client)
         if offset is None or self._is_kept(offset):  # a checkpoint's records are never overwritten
-            offset = self.length
-            self.length += self.record_bytes
+            offset = self._new_offset()
         elif any(offset == other for _, other, _ in self._writes):
             self.flush()  # the older write of the same record first
         future = submit(write_record, self.path, offset, vector, after)
@@ -100,9 +92,8 @@ class RecordFile:
         if self.path.exists():
             files.sync(self.path)
             files.sync_folder(self.folder)
-        self._kept.append((self._generation, frozenset(self.offsets.values())))
+        self._keep([*self._kept, frozenset(self.offsets.values())])
         return {
-            "generation": self._generation,
             "length": self.length,
             "record_bytes": self.record_bytes,
             "offsets": {str(client): offset for client, offset in sorted(self.offsets.items())},
@@ -111,58 +102,38 @@ class RecordFile:
 
     def check(self, saved: dict[str, Any]) -> None:
         """Raise `Damaged` unless the file holds every record of a checkpoint as it was written."""
+        check_records(self.folder, saved)
+
+    def restore(self, saved: dict[str, Any], older: Sequence[dict[str, Any]] = ()) -> None:
+        """Return to a checkpoint that was checked: what was written after it is lost, what older ones need stays."""
         if saved["record_bytes"] != self.record_bytes:
             raise GlueFLError(
                 f"{self.folder} holds records of {saved['record_bytes']} bytes, this configuration has "
                 f"{self.record_bytes}: resume with the model and the precision of residuals that the run started with."
             )
-        check_records(self.folder, saved)
-
-    def restore(self, saved: dict[str, Any], older: Sequence[dict[str, Any]] = ()) -> None:
-        """Return to a checkpoint that was checked: records appended after it are cut off, those of older ones stay."""
         self.flush()
-        self._generation, self.length = saved["generation"], saved["length"]
+        self.length = saved["length"]
         self.offsets = {int(client): offset for client, offset in saved["offsets"].items()}
         self._checksums = {int(client): checksum for client, checksum in saved["checksums"].items()}
-        kept = [(one["generation"], frozenset(one["offsets"].values())) for one in (*older, saved)]
-        self._kept = deque(kept, maxlen=self.keep)
+        self._keep([frozenset(one["offsets"].values()) for one in (*older, saved)])
         if self.length:
             os.truncate(self.path, self.length)
-        self.discard_old()
-
-    def is_wasteful(self, clients: int) -> bool:
-        """Whether the file is much longer than the records of so many clients in all checkpoints that are kept."""
-        return self.length > (1 + self.keep) * max(clients, 1) * self.record_bytes + self.spare_bytes
-
-    def compact(self, outdated: Container[int]) -> None:
-        """Copy the records into a new file, except those of outdated clients. The old file stays until
-        `discard_old`: checkpoints name it."""
-        self.flush()
-        old_path, old_offsets = self.path, self.offsets
-        self._generation, self.length, self.offsets = self._generation + 1, 0, {}
-        with open(old_path, "rb") as source, open(self.path, "wb") as target:
-            for client, offset in sorted(old_offsets.items()):
-                if client not in outdated:
-                    source.seek(offset)
-                    record = source.read(self.record_bytes)
-                    if zlib.crc32(record) != self._checksums[client]:
-                        raise Damaged(f"{old_path}: the residual of client {client} is damaged. {AGAIN}")
-                    target.write(record)
-                    self.offsets[client] = self.length
-                    self.length += self.record_bytes
-
-    def discard_old(self) -> None:
-        """Delete the files of generations that no kept checkpoint needs."""
-        needed = {self.path, *(self._path_of(generation) for generation, _ in self._kept)}
-        for other in self.folder.glob("residuals-*.bin"):
-            if other not in needed:
-                other.unlink()
-
-    def _path_of(self, generation: int) -> Path:
-        return self.folder / f"residuals-{generation}.bin"
 
     def _is_kept(self, offset: int) -> bool:
-        return any(generation == self._generation and offset in offsets for generation, offsets in self._kept)
+        return any(offset in offsets for offsets in self._kept)
+
+    def _keep(self, checkpoints: Sequence[frozenset[int]]) -> None:
+        """Keep the records of the last of these checkpoints; places that only older ones needed are free."""
+        self._kept.clear()
+        self._kept.extend(checkpoints)
+        needed = frozenset(self.offsets.values()).union(*self._kept)
+        self._free = [at for at in range(0, self.length, self.record_bytes) if at not in needed]
+
+    def _new_offset(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self.length += self.record_bytes
+        return self.length - self.record_bytes
 
     def _finish_write(self) -> None:
         client, _, write = self._writes.popleft()
@@ -171,7 +142,7 @@ class RecordFile:
 
 def check_records(folder: Path, saved: dict[str, Any]) -> None:
     """Raise `Damaged` unless a file of records holds all that a checkpoint names; also without the run of the file."""
-    path = folder / f"residuals-{saved['generation']}.bin"
+    path = folder / NAME
     size_bytes = path.stat().st_size if path.exists() else 0
     if size_bytes < saved["length"]:
         raise Damaged(

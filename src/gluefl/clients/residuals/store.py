@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gluefl.clients.residuals.file import KEPT, SPARE_BYTES, RecordFile
+from gluefl.clients.residuals.file import KEPT, RecordFile
 from gluefl.clients.residuals.tiers import DeviceTier, HostTier, Scaled
 
 
@@ -30,14 +30,13 @@ class Residuals:
         memory_bytes: int = 3 * 10**8,
         half: bool = False,
         device_bytes: int = 0,
-        spare_bytes: int = SPARE_BYTES,
         keep: int = KEPT,
     ):
         self.size, self.memory_bytes, self.half, self.device_bytes = size, memory_bytes, half, device_bytes
         self._temporary = tempfile.TemporaryDirectory(prefix="gluefl-residuals-") if folder is None else None
         self.folder = Path(self._temporary.name) if self._temporary else Path(folder or ".")
         self._on_device, self._in_ram = DeviceTier(), HostTier(size)
-        self._file = RecordFile(self.folder, size, torch.float16 if half else torch.float32, spare_bytes, keep)
+        self._file = RecordFile(self.folder, size, torch.float16 if half else torch.float32, keep)
         self._unsaved: set[int] = set()  # clients whose record in the file is outdated or missing
 
     @property
@@ -82,8 +81,6 @@ class Residuals:
     def checkpoint(self) -> dict[str, Any]:
         """Write everything to the file and say where it lies, as JSON can hold it. Vectors on a GPU are copied on
         another stream: they must have been computed when this is called."""
-        if self._file.is_wasteful(len(self)):
-            self._file.compact(outdated=self._unsaved)
         for client in sorted(self._unsaved):
             tier = self._on_device if client in self._on_device.held else self._in_ram
             self._file.write(client, tier.held[client], self._in_ram.last_copy)
@@ -110,10 +107,6 @@ class Residuals:
     def close(self) -> None:
         """Wait for the writes in progress, also after a failure."""
         self._file.close()
-
-    def discard_old(self) -> None:
-        """Delete files that only earlier checkpoints needed, after a new one was written."""
-        self._file.discard_old()
 
     def _spill(self) -> None:
         on_device, in_ram = self._on_device.held, self._in_ram.held

@@ -19,6 +19,7 @@ from gluefl.experiments.report.comparison import Comparison, palette, read
 from gluefl.experiments.report.figures import Figure, Series, figures, thinned
 from gluefl.experiments.report.headline import Headline, differences, headlines
 from gluefl.experiments.runs import Run
+from gluefl.files import write as write_file
 
 # About 20 bytes a point: the page stays well under 2 MB with any number of runs.
 POINTS, POINTS_A_LINE = 50_000, 400
@@ -44,7 +45,7 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     if not comparisons:
         raise UsageError(f"there is no run in {', '.join(map(str, folders))}: a run folder holds a journal.jsonl.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render(comparisons), encoding="utf-8")
+    write_file(out, render(comparisons))
     return out
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gluefl import files
 from gluefl.errors import UsageError
 from gluefl.experiments.grid import RunSpec, expand
 from gluefl.experiments.processes import WorkerProcesses
@@ -53,14 +54,23 @@ def conduct(
         "question": study.question,
         "paper": study.finding,
         "scale": choice.scale,
+        "setting": _setting(choice, specs),
         "seeds": used,
         "heading": heading,
         "tables": [grid.as_json() for grid in grids],
         "wall_s": time.monotonic() - began,
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / "study.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    files.write(out / "study.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
     return Outcome(study, heading, grids, result)
+
+
+def _setting(choice: Choice, specs: Sequence[RunSpec]) -> str:
+    """Scale, model and population in a few words."""
+    if not specs:
+        return "nothing is trained"
+    config = specs[0].config
+    return f"{choice.scale} scale, {config.model.name}, {config.population.name}"
 
 
 def _heading(choice: Choice, specs: Sequence[RunSpec], used: Sequence[int]) -> str:

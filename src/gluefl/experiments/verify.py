@@ -1,0 +1,175 @@
+"""The work behind `gluefl verify`: every file of a run is read and compared with the checksum it was written with."""
+
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.table import Table
+
+from gluefl import files
+from gluefl.clients.residuals.file import NAME as RECORDS
+from gluefl.clients.residuals.file import check_records
+from gluefl.errors import Damaged, GlueFLError, UsageError
+from gluefl.experiments.runs import find
+from gluefl.simulation.folder import CHECKPOINT, CHECKSUMS, CONFIG, JOURNAL, SUMMARY, same_configuration
+from gluefl.storage import checkpoint
+from gluefl.storage.journal import Journal
+from gluefl.storage.journal import read as read_journal
+from gluefl.storage.sealed import unseal
+
+EVALUATIONS = "evaluations.jsonl"  # of a server on Flower
+STORES = {"residuals": "", "memories": "memories"}  # their folders below that of the checkpoints
+
+
+@dataclass(frozen=True)
+class Check:
+    """A file of a run, what was checked, and what is wrong with it, None if nothing is."""
+
+    run: Path
+    file: str
+    checked: str
+    damage: str | None = None
+
+
+def verify(folders: Iterable[Path]) -> list[Check]:
+    """Check every file of the runs in the given folders; changes nothing."""
+    folders = list(folders)
+    runs = find(folders)
+    below = {path.parent for folder in folders for path in folder.rglob(CHECKPOINT) if path.is_dir()}
+    runs += sorted(run for run in below if run.resolve() not in {path.resolve() for path in runs})
+    if not runs:
+        raise UsageError(f"there is no run in {', '.join(map(str, folders))}: a run folder holds a {JOURNAL}.")
+    return [check for run in runs for check in _run(run)]
+
+
+def check_result(run: Path, name: str) -> None:
+    """Raise `Damaged` if a file that a run left at its end differs from its checksum; older runs have none."""
+    for check in _results(run):
+        if check.file in (name, CHECKSUMS) and check.damage is not None:
+            raise Damaged(f"{run / check.file} is {check.damage}")
+
+
+def verification_table(checks: Iterable[Check]) -> Table:
+    """One row per file."""
+    table = Table(title="Files of runs", title_justify="left")
+    for heading in ("run", "file", "checked", "result"):
+        table.add_column(heading, overflow="fold")
+    for check in checks:
+        table.add_row(str(check.run), check.file, check.checked, check.damage or "whole")
+    return table
+
+
+def _run(run: Path) -> Iterator[Check]:
+    """Checks of one run folder."""
+    rounds, journal = _journal(run)
+    newest = max(checkpoint.rounds_in(run / CHECKPOINT), default=None)
+    lost = (
+        newest is None
+        and rounds > 0
+        and not (run / SUMMARY).exists()
+        and not (run / CHECKPOINT / "state.json").exists()
+    )
+    yield from journal
+    if newest is not None and rounds < newest and journal[0].damage is None:
+        yield Check(run, JOURNAL, "number of lines", f"{rounds} lines, the last checkpoint is of round {newest}")
+    if lost:
+        yield Check(run, CHECKPOINT, "existence", "no checkpoint: it was lost or removed, the run cannot go on")
+    if (run / EVALUATIONS).exists():
+        yield _lines(run, EVALUATIONS)
+    yield from _checkpoints(run)
+    yield from _results(run)
+
+
+def _journal(run: Path) -> tuple[int, list[Check]]:
+    path = run / JOURNAL
+    if not path.exists():
+        return 0, [Check(run, JOURNAL, "existence", "missing")]
+    lines, damaged = read_journal(path)
+    sealed = Journal(path).count()
+    if sealed < len(lines) and not (checkpoint.rounds_in(run / CHECKPOINT) or (run / CHECKSUMS).exists()):
+        kind, whole = "no checksums, an older format", len(lines)
+    else:
+        kind, whole = "checksums", sealed
+    damage = f"damaged or half written after line {whole}" if damaged or whole < len(lines) else None
+    return whole, [Check(run, JOURNAL, f"{len(lines)} lines, {kind}", damage)]
+
+
+def _lines(run: Path, name: str) -> Check:
+    count = 0
+    with open(run / name, "rb") as file:
+        for count, text in enumerate(file, 1):
+            try:
+                unseal(text)
+            except ValueError as error:
+                return Check(run, name, f"{count} lines, checksums", f"line {count} is damaged: {error}")
+    return Check(run, name, f"{count} lines, checksums")
+
+
+def _checkpoints(run: Path) -> Iterator[Check]:
+    """Manifests, tensors and records of all checkpoints."""
+    folder = run / CHECKPOINT
+    if (folder / "state.json").exists():
+        yield Check(run, f"{CHECKPOINT}/state.json", "nothing: its format has no checksums")
+    for round in reversed(checkpoint.rounds_in(folder)):
+        name = f"{CHECKPOINT}/state-{round}"
+        try:
+            manifest = checkpoint.read_manifest(folder, round)
+        except GlueFLError as error:
+            yield Check(run, f"{name}.json", "checksum", str(error))
+            continue
+        yield Check(run, f"{name}.json", "checksum")
+        yield _checked(
+            run, f"{name}.safetensors", "size, checksum", partial(checkpoint.check_tensors, folder, manifest)
+        )
+        for store, saved in manifest["stores"].items():
+            place = folder / STORES.get(store, store)
+            file = (place / RECORDS).relative_to(run).as_posix()
+            what = f"{len(saved['offsets'])} records of round {round}, checksums"
+            if saved["offsets"]:
+                yield _checked(run, file, what, partial(check_records, place, saved))
+        if "config" in manifest["notes"] and not (run / CHECKSUMS).exists():
+            yield _configuration(run, manifest["notes"]["config"], round)
+
+
+def _checked(run: Path, file: str, what: str, check: Callable[[], None]) -> Check:
+    try:
+        check()
+    except Damaged as error:
+        return Check(run, file, what, str(error))
+    return Check(run, file, what)
+
+
+def _configuration(run: Path, saved: str, round: int) -> Check:
+    what = f"equality with the copy in the checkpoint of round {round}"
+    path = run / CONFIG
+    if not path.exists():
+        return Check(run, CONFIG, what, "missing")
+    same = same_configuration(path.read_text("utf-8", "replace"), saved)
+    return Check(run, CONFIG, what, None if same else "it is not as the run wrote it")
+
+
+def _results(run: Path) -> Iterator[Check]:
+    """The files that a run leaves at its end."""
+    path = run / CHECKSUMS
+    if path.exists():
+        try:
+            sums, is_sealed = unseal(path.read_bytes())
+            digests: Mapping[str, str] = sums["files"] if is_sealed else {}
+        except (ValueError, KeyError) as error:
+            yield Check(run, CHECKSUMS, "checksum", f"damaged: {error}")
+            return
+        yield Check(run, CHECKSUMS, "checksum", None if is_sealed else "damaged: its checksum is missing")
+        for name, digest in digests.items():
+            if not (run / name).exists():
+                yield Check(run, name, "checksum", "missing")
+            else:
+                same = files.digest_of(run / name) == digest
+                yield Check(run, name, "checksum", None if same else "damaged: its checksum differs")
+    elif (run / CONFIG).exists() and not checkpoint.exists(run / CHECKPOINT):
+        try:
+            tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
+            yield Check(run, CONFIG, "whether it is TOML")
+        except ValueError as error:
+            yield Check(run, CONFIG, "whether it is TOML", f"damaged: {error}")
