@@ -47,7 +47,7 @@ class Core:
     averaging: Averaging = Averaging()  # noqa: RUF009 - frozen
     hooks: tuple[Hook, ...] = ()
     initial: Initial = "download"
-    guard: Guard | None = None  # bounds on uploads, where clients are not trusted
+    guard: Guard | None = None  # bounds on uploads in a real federation; the laboratory has none
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, type):
