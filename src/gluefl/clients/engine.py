@@ -12,7 +12,7 @@ from gluefl.accel.streams import moved
 from gluefl.accel.threads import submit
 from gluefl.clients.cohort import Cohort, Job, Outcome, Trainer
 from gluefl.clients.rules import LocalRule
-from gluefl.errors import DataError
+from gluefl.errors import DataError, UsageError
 from gluefl.populations import Population, Samples
 from gluefl.randomness import stream
 
@@ -84,4 +84,10 @@ class LocalEngine:
         if not len(samples):
             raise DataError(f"client {client} has no samples to train on: leave it out of the population.")
         rng = stream(self.seed, "batches", round, client)
-        return Job(client, samples, self.rule.batches(rng, len(samples)), seed=int(rng.integers(2**31)))
+        batches = self.rule.batches(rng, len(samples))
+        if batches.dim() != 2 or not batches.numel():
+            raise UsageError(
+                f"{type(self.rule).__name__} made batches of shape {tuple(batches.shape)} for client {client}; needed "
+                "(steps, batch), both at least 1: check its steps, epochs and batch."
+            )
+        return Job(client, samples, batches, seed=int(rng.integers(2**31)))

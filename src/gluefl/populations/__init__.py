@@ -17,6 +17,14 @@ class Samples:
     inputs: Tensor
     labels: Tensor
 
+    def __post_init__(self) -> None:
+        for name, values in (("inputs", self.inputs), ("labels", self.labels)):
+            if not isinstance(values, Tensor) or not values.dim():
+                shown = "a tensor without dimensions" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+                raise UsageError(f"Samples need {name} as one tensor with a row per sample; found {shown}.")
+        if len(self.inputs) != len(self.labels):
+            raise UsageError(f"Samples need a label per input; found {len(self.inputs)} and {len(self.labels)}.")
+
     def __len__(self) -> int:
         return len(self.labels)
 
