@@ -175,6 +175,12 @@ def checked(kind: Kind) -> Kind:
     return kind
 
 
+def check_inherited(instance: Any, kind: type) -> None:
+    """Check the parameters that an object inherits from a checked dataclass, unless its own class checks all."""
+    if MODEL not in vars(type(instance)):
+        _check(instance, model_of(kind))
+
+
 def _check(instance: Any, model: type[Parameters]) -> None:
     problems: list[Problem] = []
     try:
@@ -186,7 +192,7 @@ def _check(instance: Any, model: type[Parameters]) -> None:
     try:
         rules = instance.problems() if hasattr(instance, "problems") else ()
         problems += [Problem("", message) for message in rules]
-    except (AttributeError, TypeError, ValueError):
+    except Exception:
         if not problems:  # otherwise a rule met a value that is refused already
             raise
     if problems:

@@ -68,10 +68,17 @@ class LocalEngine:
     def _samples(self, clients: Sequence[int]) -> dict[int, Samples]:
         """The clients' samples. For a GPU, missing ones are produced on all cores, then copied and cached."""
         if self.device.type == "cpu":
-            return {client: self.population.train(client) for client in clients}
+            return {client: self._own(client) for client in clients}
         cached = {client: self.cache[client] for client in clients if client in self.cache}
-        futures = {client: submit(self.population.train, client) for client in clients if client not in cached}
+        futures = {client: submit(self._own, client) for client in clients if client not in cached}
         return cached | {client: self._moved(client, future) for client, future in futures.items()}
+
+    def _own(self, client: int) -> Samples:
+        samples = self.population.train(client)
+        if not hasattr(samples, "inputs") or not hasattr(samples, "labels"):
+            kind = type(self.population).__name__
+            raise UsageError(f"{kind}.train({client}) returned a {type(samples).__name__}; needed gluefl.Samples.")
+        return samples
 
     def _moved(self, client: int, future: "Future[Samples]") -> Samples:
         samples = future.result()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gluefl.errors import UsageError
-from gluefl.parameters import Count, Decay, NonNegative, Positive, Share, checked
+from gluefl.parameters import Count, Decay, NonNegative, Positive, Share, check_inherited, checked
 
 MOST_SAMPLES = 10**8  # of a client in a round: their indices are listed
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) → mean loss of the batch
@@ -114,6 +114,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "steps", 10)
+        check_inherited(self, Schedule)
 
     def problems(self) -> Iterator[str]:
         """Steps and epochs are two units of one length."""

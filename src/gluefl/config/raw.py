@@ -18,7 +18,7 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read the configuration {path}: {error.strerror}.") from error
     except ValueError as error:  # not UTF-8, or a path that no file can have
-        raise UsageError(f"{str(path)!r} is not valid TOML: {error}.") from error
+        raise UsageError(f"{path} is not valid TOML: {error}.") from error
     return _parsed(text, str(path))
 
 

@@ -94,6 +94,22 @@ class Hand:
     warp: Floats  # (62, 2, KNOTS, KNOTS) pixels, the hand's own plus each character's
 
 
+LIMITS: tuple[tuple[str, str, float, float], ...] = (
+    ("clients", "at least 1", 1, 2**63 - 1),
+    ("seed", "0 or more", 0, 2**63 - 1),
+    ("label_skew", "above 0 and at most 1000", 5e-324, 1000.0),
+    ("difficulty", "0 to 3", 0.0, 3.0),
+    ("median_samples", f"{FEWEST} to {MOST}", FEWEST, MOST),
+    ("test_samples", "1 to 1000000", 1, 10**6),
+    ("cache_mb", "0 or more", 0, 2**63 - 1),
+)
+
+
+def _fits(value: object, low: float, high: float) -> bool:
+    kinds = (int, float) if isinstance(high, float) else (int,)
+    return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+
+
 @dataclass(frozen=True)
 class Glyphs:
     """Generated writers: `Glyphs(clients=100).train(7)`. Client i depends on (seed, i) and the knobs only.
@@ -115,16 +131,8 @@ class Glyphs:
     def __post_init__(self) -> None:
         wrong = [
             f"{name} = {getattr(self, name)}, needed {need}"
-            for name, need, fine in (
-                ("clients", "at least 1", self.clients >= 1),
-                ("seed", "0 or more", self.seed >= 0),
-                ("label_skew", "above 0 and at most 1000", 0 < self.label_skew <= 1000),
-                ("difficulty", "0 to 3", 0 <= self.difficulty <= 3),
-                ("median_samples", f"{FEWEST} to {MOST}", FEWEST <= self.median_samples <= MOST),
-                ("test_samples", "at least 1", self.test_samples >= 1),
-                ("cache_mb", "0 or more", self.cache_mb >= 0),
-            )
-            if not fine
+            for name, need, low, high in LIMITS
+            if not _fits(getattr(self, name), low, high)
         ]
         if wrong:
             raise UsageError("the population glyphs cannot be made: " + "; ".join(wrong))

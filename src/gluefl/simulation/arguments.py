@@ -1,5 +1,6 @@
 """What `train` refuses, in words: arguments of the wrong kind, and data, model, loss or metric that do not fit."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +65,7 @@ def misfit(model: nn.Module, population: Population, setting: Setting) -> str | 
             if reason is None and population.size(client):
                 own = population.train(client)
                 reason = _of_samples(own, population.classes, f"client {client}", setting)
-        return reason or unfit(model, population, setting, test)
+        return reason or unfit(model, population, setting, test) or _untrainable(model, population, setting)
     except GlueFLError as error:
         return str(error)
     except Exception:  # the population's own fault, and its error says more
@@ -117,6 +118,16 @@ def unfit(model: nn.Module, population: Population, setting: Setting, samples: S
     finally:
         model.train(training)
     return None
+
+
+def _untrainable(model: nn.Module, population: Population, setting: Setting) -> str | None:
+    own, batch = first_samples(population), setting.training.batch
+    inputs, labels = (values[:batch].to(next(model.parameters()).device) for values in (own.inputs, own.labels))
+    try:
+        loss = setting.loss(copy.deepcopy(model).train()(population.transform(inputs)), labels)
+    except Exception as error:
+        return f"the model cannot be trained on a batch of {len(labels)} samples: {error}"
+    return None if loss.requires_grad else "the loss does not depend on the model's weights: it has no gradient."
 
 
 def _form(value: object) -> str:

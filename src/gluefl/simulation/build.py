@@ -82,6 +82,8 @@ def build_setting(config: Config, clients: int) -> Setting:
 def build_model(config: Config, classes: int, shape: tuple[int, ...]) -> torch.nn.Module:
     """The model of a configuration with weights that depend on its seed alone."""
     options: dict[str, Any] = dict(config.model.model_extra or {})
+    if taken := sorted(options.keys() & {"classes", "channels"}):
+        raise UsageError(f"model.{taken[0]} follows from the population: remove it.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return models.build(config.model.name, classes=classes, channels=shape[0], **options)

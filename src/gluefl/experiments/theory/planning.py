@@ -4,7 +4,7 @@ docs/planning.md derives it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any, Literal, overload
 
@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from gluefl.core.sampling import Sticky, Uniform
-from gluefl.errors import UsageError
+from gluefl.errors import UsageError, nearest
 from gluefl.experiments.theory.assumptions import planned
 from gluefl.experiments.theory.lean_plan import LeanPlan
 from gluefl.experiments.theory.propositions import (
@@ -213,10 +213,15 @@ def plan(
     4.576...
     >>> plan(2800, strategy="lean", model="shufflenet_v2_x2_0", network="edge").recommended
     """
+    if strategy not in ("gluefl", "lean"):
+        raise UsageError(f"strategy = {strategy!r} cannot be planned: choose gluefl or lean.")
     if strategy == "lean":
         return planned(clients, (cohort, sticky_size, sticky_cohort), assumptions)
     if cohort is None:
         raise UsageError("a plan for GlueFL needs the cohort K; one for lean chooses it.")
+    valid = [field.name for field in fields(Scenario)]
+    if unknown := [name for name in assumptions if name not in valid]:
+        raise UsageError(f"a plan for GlueFL has no {unknown[0]}{nearest(unknown[0], valid)}.")
     return _plan_gluefl(Scenario(clients, cohort, **assumptions), sticky_size, sticky_cohort)
 
 
