@@ -26,7 +26,7 @@ LAYERS = [
     {"wire"},
     {"strategies"},
     {"core"},
-    {"clients"},
+    {"clients", "privacy"},
     {"storage"},
     {"config"},
     {"simulation", "flower"},  # the two faces, which do not know each other
@@ -45,6 +45,7 @@ CORNERS = {
     "PIL": ["populations/"],
     "pyarrow": ["populations/"],
     "datasets": ["populations/"],
+    "dp_accounting": ["privacy/"],
 }
 
 
