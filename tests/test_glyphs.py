@@ -1,13 +1,17 @@
 """The laws of the generated population."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gluefl.errors import UsageError
-from gluefl.populations.glyphs import CHARACTERS, FEWEST, REACH, Atlas, Glyphs, draw_labels
+from gluefl.populations import build
+from gluefl.populations.glyphs import CHARACTERS, FEWEST, REACH, Atlas, Glyphs, SkewedGlyphs, draw_labels, shown_instead
 from gluefl.randomness import stream
 
 SMALL = Glyphs(clients=40, seed=3, test_samples=124)
@@ -42,15 +46,36 @@ def test_sizes_are_cheap_and_spread_around_the_median() -> None:
     many = Glyphs(clients=100_000)
     sizes = np.array([many.size(i) for i in range(0, 100_000, 10)])
     assert not many.cache  # no picture was made
-    assert sizes.min() == FEWEST
-    assert 76 <= np.median(sizes) <= 84
-    assert np.quantile(sizes, 0.9) > 2 * np.median(sizes)
+    assert sizes.min() >= FEWEST
+    assert 210 <= np.median(sizes) <= 220 and 224 <= sizes.mean() <= 232  # FEMNIST: 228 on average
+    assert np.quantile(sizes, 0.9) > 1.4 * np.median(sizes)
 
 
 def test_labels_are_skewed_as_told() -> None:
     iid = variation(1e-3)
-    assert variation(SMALL.label_skew) > iid + 0.2
-    assert variation(SMALL.label_skew) > variation(1.0) + 0.2
+    assert iid < variation(SMALL.label_skew) < variation(SkewedGlyphs().label_skew) - 0.2
+
+
+def test_the_skewed_preset_differs_in_its_labels_only() -> None:
+    population = build("glyphs_skewed", clients=20, seed=3, test_samples=124)
+    assert population == replace(SkewedGlyphs(clients=20, seed=3), test_samples=124)
+    assert population.size(7) == SMALL.size(7) and torch.equal(population.test().inputs, SMALL.test().inputs)
+    assert pickle.loads(pickle.dumps(population)) == population
+
+
+@given(share=st.floats(0, 1), seed=st.integers(0, 100))
+def test_the_share_that_is_mislabelled_shows_any_character(share: float, seed: int) -> None:
+    labels = np.zeros(4000, np.int64)
+    changed = (shown_instead(stream(seed, "mislabelled"), labels, share) != labels).mean()
+    assert abs(changed - share * 61 / 62) < 0.05
+
+
+def test_labels_do_not_depend_on_what_is_shown() -> None:
+    clean = replace(SMALL, mislabelled=0.0)
+    for i in range(3):
+        assert torch.equal(clean.train(i).labels, SMALL.train(i).labels)
+        same = (clean.train(i).inputs == SMALL.train(i).inputs).flatten(1).all(1).float().mean()
+        assert 0.7 < same < 1
 
 
 def test_writers_differ_more_than_the_samples_of_one() -> None:

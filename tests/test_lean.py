@@ -452,7 +452,7 @@ def test_any_model_trains_with_replicas_that_are_exact(name, initial) -> None:
 
 
 def test_a_tensor_without_spread_takes_its_step_from_its_first_update_also_later() -> None:
-    strategy, space = Lean(), Space((50, 4))
+    strategy, space = Lean(hysteresis=0.5), Space((50, 4))
     initial = torch.cat([torch.randn(50, generator=torch.Generator().manual_seed(1)), torch.zeros(4)])
     state, _ = strategy.init(space, initial)
     for round in range(1, 31):
@@ -476,7 +476,7 @@ def test_a_tensor_without_spread_takes_its_step_from_its_first_update_also_later
 
 def test_a_refined_tensor_is_published_over_several_rounds() -> None:
     strategy, space, generator = (
-        Lean(movement=0.01, refine_below=0.01),
+        Lean(movement=0.01, refine_below=0.01, hysteresis=0.5),
         Space((4000,)),
         torch.Generator().manual_seed(1),
     )

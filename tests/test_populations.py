@@ -789,7 +789,7 @@ def test_build_names_what_is_wrong(tmp_path, monkeypatch):
         build("femnist", path="here")
 
 
-@pytest.mark.parametrize("name", [name for name in LOADERS if name not in ("glyphs", "huggingface")])
+@pytest.mark.parametrize("name", [name for name in LOADERS if name not in ("glyphs", "glyphs_skewed", "huggingface")])
 def test_missing_data_names_the_file_and_how_to_get_it(name, tmp_path):
     with pytest.raises(UsageError, match="needs path"):
         build(name)

@@ -290,7 +290,7 @@ def test_figures_add_up_to_the_summaries(made) -> None:
             one for one in drawn[key].series if (one.label, one.kind) == (label, kind)
         ]
         for line, run in zip(of("accuracy-download", "seed"), some):
-            assert line.x[-1] == run.summary["down_bytes"] and line.y[-1] == pytest.approx(run.summary["accuracy"])
+            assert line.x[-1] == run.summary["down_bytes"] and line.y[-1] == pytest.approx(run.summary["mean_accuracy"])
             assert line.z == tuple(range(1, 13))
         for line, run in zip(of("accuracy-time", "seed"), some):
             assert line.x[-1] == pytest.approx(run.summary["total_s"])

@@ -527,7 +527,7 @@ def test_a_run_stops_at_its_target_and_counts_to_it() -> None:
     assert timeless(stopped.journal) == timeless(whole.journal[:reached])
     on = small_run(evaluate_every=2, average=2, target=target, stop_at_target=False)
     assert on.summary["rounds"] == ROUNDS and on.summary["reached_round"] == reached
-    for key in ("down_bytes", "up_bytes", "total_bytes", "mean_download_share", "accuracy"):
+    for key in ("down_bytes", "up_bytes", "total_bytes", "mean_download_share", "mean_accuracy", "last_accuracy"):
         assert on.summary[key] == stopped.summary[key]
     assert on.summary["down_bytes"] == sum(line["down_bytes"] for line in whole.journal[:reached])
 
@@ -571,7 +571,7 @@ def test_the_result_is_the_saved_model_and_a_run_can_start_from_it(tmp_path) -> 
 
 def test_training_learns() -> None:
     result = small_run(rounds=60, strategy=FedAvg(), training=LocalSGD(steps=5, lr=0.05))
-    assert result.summary["accuracy"] > 0.8
+    assert result.summary["mean_accuracy"] > 0.8
 
 
 def test_a_journal_line_has_what_the_design_promises() -> None:

@@ -282,7 +282,7 @@ def test_an_engine_of_ones_own_trains() -> None:
     model = nn.Linear(6, 4)
     engine = LeastSquares(Blobs(), Layout.of(model))
     result = small_run(model=model, strategy=FedAvg(), sampler=Uniform(8), rounds=5, engine=engine)
-    assert len(engine.trained) == 5 and result.summary["accuracy"] > 0.8
+    assert len(engine.trained) == 5 and result.summary["mean_accuracy"] > 0.8
     assert result.summary["trainer"] == "leastsquares"
 
 
@@ -320,7 +320,7 @@ def test_only_adapters_and_statistics_of_normalisation_travel(strategy, trainer)
         training=LocalSGD(steps=5, batch=8, lr=0.1),
     )  # fmt: skip
     after = result.module.state_dict()
-    assert result.summary["accuracy"] > 0.5 and result.summary["parameters"] == layout.size
+    assert result.summary["mean_accuracy"] > 0.5 and result.summary["parameters"] == layout.size
     for name in ("base.weight", "base.bias", "scale"):
         assert torch.equal(after[name], before[name]), name
     assert not torch.equal(after["up.weight"], before["up.weight"])

@@ -21,7 +21,7 @@ from gluefl.errors import GlueFLError, UsageError
 from gluefl.experiments.grid import expand
 from gluefl.experiments.processes import WorkerProcesses
 from gluefl.experiments.runner import Executor, ThisProcess, execute
-from gluefl.experiments.runs import FAILURE, JournalTail, Run, flattened, nested, read_run
+from gluefl.experiments.runs import FAILURE, OPTIONAL, JournalTail, Run, flattened, nested, read_run
 from gluefl.experiments.studies import catalogue, pages
 from gluefl.experiments.studies.catalogue import Choice, configurations, load, names, seeds
 from gluefl.experiments.studies.conduct import conduct
@@ -29,6 +29,7 @@ from gluefl.experiments.studies.findings import TABLES, bandwidths, findings
 from gluefl.experiments.studies.intervals import estimate, student_t
 from gluefl.experiments.studies.measures import MEASURES, common_target, speed_percentiles
 from gluefl.simulation.build import build_sampler
+from gluefl.storage.journal import summarise
 
 TINY = ("population.clients=60", "population.test_samples=62", "population.median_samples=22", "sampling.cohort=4")
 
@@ -282,7 +283,22 @@ def made_up(label: str, accuracies: list[float], seed: int = 1, **changes: Any) 
     config = Config.model_validate({"evaluation": {"average": 2}, "population": {"clients": 2}, **changes})
     flat = flattened(tomllib.loads(to_toml(config)))
     assert flattened(nested(flat)) == flat
-    return Run(Path(label), label, seed, flat, lines, {"model_bytes": 10, "target": None}, finished=True)
+    lines = [{**dict.fromkeys(OPTIONAL), **line} for line in lines]
+    summary = summarise(lines, flat.get("target"), flat["evaluation.average"], 10)
+    return Run(Path(label), label, seed, flat, lines, summary, finished=True)
+
+
+def test_a_table_says_over_which_window_and_whether_single_evaluations_change_the_order() -> None:
+    jumps, climbs = [0.3, 0.9, 0.3, 0.3, 0.9, 0.9], [0.3, 0.3, 0.7, 0.9, 0.9, 0.9]
+    runs = made_up("fedavg", climbs, target=0.8), made_up("stc", jumps, target=0.8)
+    (grid,) = findings(load("table2"), runs)
+    assert grid.rows["fedavg"]["rounds"].mean == 4 and grid.rows["stc"]["rounds"].mean == 6
+    assert grid.notes[0] == "Accuracy: mean of the last 2 evaluations, 2 rounds."
+    assert grid.notes[1] == "Window-dependent: with single evaluations the order by download is stc, fedavg."
+    (same,) = findings(load("table2"), (runs[0], made_up("stc", [0.9, 0.9, 0.9], target=0.8)))
+    assert same.notes[1] == "Single evaluations give the same order by download."
+    single = made_up("fedavg", climbs, evaluation={"average": 1}), made_up("stc", jumps, evaluation={"average": 1})
+    assert findings(load("table2"), single)[0].notes == ("Accuracy: single evaluations, every 1 round.",)
 
 
 def test_the_common_target_is_what_all_but_the_broken_reach() -> None:
@@ -302,7 +318,7 @@ def test_figures_are_those_at_the_target() -> None:
 def test_a_table_says_who_did_not_arrive() -> None:
     runs = [made_up("fedavg", [0.9] * 3), made_up("fedavg", [0.9] * 3, seed=2), made_up("stc", [0.1, 0.1, 0.1])]
     (grid,) = findings(load("table2"), runs)
-    assert grid.title == "At 90% accuracy" and grid.notes == ("stc, seed 1, did not reach 90% (best 10.0%).",)
+    assert grid.title == "At 90% accuracy" and grid.notes[1:] == ("stc, seed 1, did not reach 90% (best 10.0%).",)
     assert pages.cell(grid.rows["stc"]["download"], "volume") == "–"
     assert pages.cell(grid.rows["fedavg"]["rounds"], "count") == "2 ± 0"
 

@@ -16,7 +16,7 @@ OF_TORCH = re.compile(r"^(nvidia-|cuda-|triton)")
 CPU_BUILDS = {"torch": ["6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"]}
 HEADER = """\
 # What ./dev installs, with hashes, for Python 3.11 and newer. Made by tools/make_lock.py; do not edit.
-# A CPU build of torch (constraints.txt) needs its hash here too: add it to CPU_BUILDS of that file.
+# The hash of a CPU build of torch can be added to CPU_BUILDS of that file.
 """
 
 

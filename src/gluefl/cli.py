@@ -126,7 +126,7 @@ def compare(config: Path, **options: Any) -> None:
 @tracked
 @common
 def demo(**options: Any) -> None:
-    """Train FedAvg, STC, APF and GlueFL on generated handwriting and compare what their clients download."""
+    """Train FedAvg, STC, APF, GlueFL and lean on generated handwriting and compare what their clients download."""
     import tomllib
     from importlib.resources import files
 
@@ -189,6 +189,21 @@ def study(
     out = out or commands.default_out(name, resume)
     outcome = conduct(chosen, choice, out, WorkerProcesses(device, jobs), resume, reuse, at)
     commands.show_study(outcome, out, as_json, markdown)
+
+
+@main.command()
+@click.argument("folders", nargs=-1, required=True, metavar="DIR…", type=click.Path(exists=True, path_type=Path))
+@click.option("--markdown", is_flag=True, help="Print the table as markdown.")
+def claims(folders: tuple[Path, ...], markdown: bool) -> None:
+    """What the studies in the given folders say of the claims of the paper, by their intervals over the seeds."""
+    from gluefl.experiments.console import console
+    from gluefl.experiments.studies import claims, pages
+
+    header, rows = claims.table(claims.results(folders))
+    if markdown:
+        click.echo(pages.markdown_table(header, rows))
+    else:
+        console().print(pages.plain_table(header, rows))
 
 
 @main.command()

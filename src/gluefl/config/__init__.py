@@ -126,19 +126,22 @@ def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Conf
         config = Config.model_validate({key: value for key, value in raw.items() if key != "compare"})
     except ValidationError as error:
         raise ParameterError(source, problems_of(error, Config)) from None
+    row = ROWS[config.strategy.name]
+    fleet = config.fleet
+    if "sticky_share" not in fleet.model_fields_set:
+        fleet = fleet.model_copy(update={"sticky_share": row.sticky_share})
     try:
-        sampling = resolved(config.sampling, config.fleet, config.strategy)
+        sampling = resolved(config.sampling, fleet, config.strategy)
     except ParameterError as error:
         raise ParameterError(source, [problem.within("sampling") for problem in error.problems]) from None
     try:
         strategy_of(config.strategy, config.wire)
     except ParameterError as error:
         raise ParameterError(source, [problem.within("wire") for problem in error.problems]) from None
-    row = ROWS[config.strategy.name]
     wire = config.wire if config.wire.initial else config.wire.model_copy(update={"initial": row.initial})
     averages = config.server.average is not None
     server = config.server if averages else config.server.model_copy(update={"average": row.average})
-    return config.model_copy(update={"sampling": sampling, "wire": wire, "server": server})
+    return config.model_copy(update={"sampling": sampling, "fleet": fleet, "wire": wire, "server": server})
 
 
 def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[str, Config]:

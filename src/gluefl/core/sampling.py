@@ -6,7 +6,7 @@ rejected if they are offline, sticky or already drawn.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from typing import Annotated, Literal, Protocol
@@ -16,7 +16,7 @@ import numpy as np
 from gluefl.errors import UsageError
 from gluefl.parameters import AtLeastOne, ClosedShare, Count, NoneAs, OpenShare, checked
 
-Weights = Literal["unbiased", "equal", "proportional"] | OpenShare
+Weights = Literal["unbiased", "equal", "equal_sum", "proportional"] | OpenShare
 StickyShare = Annotated[ClosedShare | None, NoneAs("proportional")]
 LISTABLE = 10**7  # a pool up to this size may be looked through when too few of it are online
 
@@ -39,6 +39,7 @@ class Group:
     clients: tuple[int, ...]
     quota: int
     weights: tuple[float, ...]  # ν_i, sent to each client with its task
+    equal_weight: float | None = None  # of every client in the sum, where it differs from ν_i
 
     def actual_weights(self, used: Sequence[int]) -> dict[int, float]:
         """The weights of those that were used: when fewer than the quota arrived, each weighs more.
@@ -46,6 +47,8 @@ class Group:
         The weight of the group as a whole stays what it was, with equal weights too.
         """
         nominal = dict(zip(self.clients, self.weights))
+        if self.equal_weight is not None:
+            nominal = dict.fromkeys(self.clients, self.equal_weight)
         return {client: nominal[client] * self.quota / len(used) for client in used}
 
 
@@ -90,7 +93,9 @@ class Uniform:
     over_commitment: AtLeastOne = 1.0  # OC: invite OC·K, use the first K
 
     def problems(self) -> Iterator[str]:
-        """One group has no share of the weight to choose."""
+        """One group has no share of the weight to choose, and no two weights."""
+        if self.weights == "equal_sum":
+            yield "weights = 'equal_sum' is for sticky sampling; with uniform sampling choose 'equal' or 'unbiased'"
         if not isinstance(self.weights, str):
             yield f"weights = {self.weights} is a share for a sticky group; uniform sampling has none"
 
@@ -190,9 +195,12 @@ class Sticky:
         inside, outside = self._factors(pool.size, sticky_quota, others_quota)
         total = sticky_quota + others_quota
         return (
-            _group("sticky", sticky, sticky_quota, inside, pool, total),
-            _group("others", others, others_quota, outside, pool, total),
+            self._terms(_group("sticky", sticky, sticky_quota, inside, pool, total), total),
+            self._terms(_group("others", others, others_quota, outside, pool, total), total),
         )
+
+    def _terms(self, group: Group, total: int) -> Group:
+        return replace(group, equal_weight=1 / max(total, 1)) if self.weights == "equal_sum" else group
 
     def next_state(self, state: tuple[int, ...], used: Iterable[int], rng: np.random.Generator) -> tuple[int, ...]:
         """Newcomers enter; as many leave, drawn from the sticky clients that were not used in this round."""
@@ -205,7 +213,7 @@ class Sticky:
     def _factors(self, size: int, sticky: int, others: int) -> tuple[float | None, float | None]:
         if self.weights == "equal":
             return None, None
-        if self.weights == "unbiased":
+        if self.weights in ("unbiased", "equal_sum"):
             return self.sticky_size / max(sticky, 1), (size - self.sticky_size) / max(others, 1)
         if self.weights == "proportional":
             return size / max(sticky + others, 1), size / max(sticky + others, 1)

@@ -22,9 +22,14 @@ from gluefl.experiments.studies.conduct import Outcome
 
 KEYS = (
     "rounds",
-    "accuracy",
+    "mean_accuracy",
+    "last_accuracy",
+    "window_evaluations",
+    "window_rounds",
     "target",
     "reached_round",
+    "single_reached_round",
+    "single_down_bytes",
     "down_bytes",
     "up_bytes",
     "total_bytes",

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gluefl.experiments.theory.planning import Plan
+from gluefl.experiments.windows import remark, window
 
 
 def console() -> Console:
@@ -65,8 +66,10 @@ def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     first = next(iter(by_label.values()))
     for label, repetitions in by_label.items():
         table.add_row(label, *_comparison_cells(repetitions, first, timed))
+    notes = [f"Accuracy: {window(runs)}.", remark(by_label) if target is not None else ""]
     if target is not None and any(run["reached_round"] is None for run in runs):
-        table.caption = "* not every run reached the target: the figures are those at its last round"
+        notes.append("* not every run reached the target: the figures are those at its last round.")
+    table.caption = "\n".join(note for note in notes if note)
     return table
 
 
@@ -74,7 +77,7 @@ def _comparison_cells(runs: Sequence[dict[str, Any]], first: Sequence[dict[str, 
     missed = runs[0]["target"] is not None and any(run["reached_round"] is None for run in runs)
     cells = [
         _spread([run["reached_round"] or run["rounds"] for run in runs], "{:.0f}") + ("*" if missed else ""),
-        _spread([run["accuracy"] for run in runs], "{:.1%}"),
+        _spread([run["mean_accuracy"] for run in runs], "{:.1%}"),
         volume(_mean(runs, "down_bytes")),
         f"{_mean(runs, 'down_bytes') / _mean(first, 'down_bytes'):.2f}",
         volume(_mean(runs, "total_bytes")),

@@ -62,18 +62,19 @@ class RunProgress:
         self._tail, self._began = JournalTail(spec.folder), time.monotonic()
         self._task = grid.bars.add_task(spec.name, total=spec.config.rounds, status="")
         self._round, self._down_bytes = 0, 0
-        self._accuracy: float | None = None
+        self._accuracies: list[float] = []  # of the window
 
     def update(self) -> None:
         """Show the rounds that were journaled since the last update."""
         replaced, lines = self._tail.read()
         if replaced:
-            self._round, self._down_bytes, self._accuracy = 0, 0, None
+            self._round, self._down_bytes, self._accuracies = 0, 0, []
         tenth = max(1, self._spec.config.rounds // LINES)
         passed = self._round // tenth
         for line in lines:
             self._round, self._down_bytes = line["round"], self._down_bytes + line["down_bytes"]
-            self._accuracy = self._accuracy if line["accuracy"] is None else line["accuracy"]
+            if line["accuracy"] is not None:
+                self._accuracies = [*self._accuracies, line["accuracy"]][-self._spec.config.evaluation.average :]
         if lines:
             self._grid.bars.update(self._task, completed=self._round, status=self._status())
             if not self._grid.console.is_terminal and self._round // tenth > passed:
@@ -88,11 +89,15 @@ class RunProgress:
         self._print("; ".join(part for part in parts if part))
 
     def _status(self) -> str:
-        target = self._spec.config.target
-        accuracy = ""
-        if self._accuracy is not None:
-            accuracy = f"accuracy {self._accuracy:.1%}" + (f" of {percent(target)}" if target else "") + "  "
-        return f"{accuracy}down {volume(self._down_bytes)}"
+        """The last accuracy; with a target the mean that is compared with it, or how many evaluations it lacks."""
+        target, window, known = self._spec.config.target, self._spec.config.evaluation.average, len(self._accuracies)
+        accuracy = f"accuracy {self._accuracies[-1]:.1%}" if known else ""
+        if known and target is not None and window > 1:
+            mean = f"mean of {window}: {sum(self._accuracies) / known:.1%} of {percent(target)}"
+            accuracy += f" ({mean})" if known == window else f" ({known} of {window} evaluations)"
+        elif known and target is not None:
+            accuracy += f" of {percent(target)}"
+        return f"{accuracy}{'  ' if known else ''}down {volume(self._down_bytes)}"
 
     def _print(self, text: str) -> None:
         self._grid.console.print(f"{self._spec.name}: {text}", highlight=False)

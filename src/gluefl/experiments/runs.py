@@ -137,9 +137,10 @@ def read_run(path: Path) -> Run:
     lines = [{**dict.fromkeys(OPTIONAL), **line} for line in lines[:whole]]
     summary = _summary(path / SUMMARY)
     complete = summary.get("rounds") == len(lines) > 0
-    if not complete:
+    if not complete or "window_rounds" not in summary:  # not finished, or of an earlier version
         target, average = config.get("target", summary.get("target")), int(config.get("evaluation.average", 5))
-        summary = {"strategy": summary.get("strategy")} | summarise(lines, target, average, _model_bytes(lines, config))
+        size = summary.get("model_bytes") or _model_bytes(lines, config)
+        summary = {"strategy": summary.get("strategy")} | summarise(lines, target, average, size)
     failure = _failure(path / FAILURE)
     if failure is not None:
         marks.append(f"failed: {failure}")

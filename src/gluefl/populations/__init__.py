@@ -84,6 +84,7 @@ WORDS: dict[Any, str] = {
 }
 LOADERS = {
     "glyphs": "glyphs:Glyphs",
+    "glyphs_skewed": "glyphs:SkewedGlyphs",
     "mnist_writers": "mnist_writers:load",
     "femnist": "femnist:load",
     "openimage": "openimage:load",

@@ -32,8 +32,8 @@ from gluefl.randomness import stream
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 SIDE = 28  # pixels of an image
 FEWEST = 22  # samples of a client, as the paper keeps only FEMNIST writers with at least 22
-MOST = 400
-SPREAD = 0.6  # standard deviation of log(samples)
+MOST = 500
+SPREAD = 0.35  # standard deviation of log(samples), as of FEMNIST's writers
 TEST_LINE = 10  # test samples by one writer: many hands matter more than many letters by each
 CAPITAL, STEP = 26.0, 1 / 32  # of the atlas: pixels of a capital H, pixels per grey level
 REACH = 255 * STEP  # the atlas knows the distance to a centre line up to here
@@ -99,6 +99,7 @@ LIMITS: tuple[tuple[str, str, float, float], ...] = (
     ("seed", "0 or more", 0, 2**63 - 1),
     ("label_skew", "above 0 and at most 1000", 5e-324, 1000.0),
     ("difficulty", "0 to 3", 0.0, 3.0),
+    ("mislabelled", "0 to 1", 0.0, 1.0),
     ("median_samples", f"{FEWEST} to {MOST}", FEWEST, MOST),
     ("test_samples", "1 to 1000000", 1, 10**6),
     ("cache_mb", "0 or more", 0, 2**63 - 1),
@@ -114,17 +115,18 @@ def _fits(value: object, low: float, high: float) -> bool:
 class Glyphs:
     """Generated writers: `Glyphs(clients=100).train(7)`. Client i depends on (seed, i) and the knobs only.
 
-    A client is generated at its first use, in about 3 ms on one core for 80 samples, and kept while the clients used
-    last fit into `cache_mb`: all clients of the default population take about 210 MB.
+    A client is generated at its first use, in about 8 ms on one core, and kept while the clients used
+    last fit into `cache_mb`: all clients of the default population take about 510 MB.
     """
 
     clients: int = 2800  # N
     seed: int = 1
-    label_skew: float = 8.0  # 1/α of the Dirichlet distribution of labels: near 0 all clients are alike
-    difficulty: float = 1.1  # scales every distortion, jitter and noise; 0 is clean print
-    median_samples: int = 80
-    test_samples: int = 3100
-    cache_mb: int = 256
+    label_skew: float = 0.5  # 1/α of the Dirichlet distribution of labels: near 0 all clients are alike
+    difficulty: float = 0.96  # scales every distortion, jitter and noise; 0 is clean print
+    mislabelled: float = 0.095  # share of the samples, in training and test, that show any other character
+    median_samples: int = 215
+    test_samples: int = 10_044
+    cache_mb: int = 640
     cache: LRUCache[int, Samples] = field(init=False, repr=False, compare=False)  # by client; -1: the test samples
     lock: Any = field(init=False, repr=False, compare=False)  # several threads may produce samples
 
@@ -142,7 +144,7 @@ class Glyphs:
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """A pickled copy has an empty cache."""
-        return partial(Glyphs, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}), ()
+        return partial(type(self), **{f.name: getattr(self, f.name) for f in fields(self) if f.init}), ()
 
     @cached_property
     def atlas(self) -> Atlas:
@@ -176,7 +178,8 @@ class Glyphs:
         def make() -> Samples:
             rng = stream(self.seed, "glyphs client", client)
             labels = draw_labels(rng, count, self.label_skew)
-            return Samples(self._write(rng, labels), torch.from_numpy(labels))
+            shown = shown_instead(stream(self.seed, "glyphs mislabelled", client), labels, self.mislabelled)
+            return Samples(self._write(rng, shown), torch.from_numpy(labels))
 
         return self._cached(client, make)
 
@@ -200,16 +203,24 @@ class Glyphs:
     def _make_test(self) -> Samples:
         count = self.test_samples
         labels = stream(self.seed, "glyphs test labels").permutation(np.arange(count) % self.classes)
+        shown = shown_instead(stream(self.seed, "glyphs test mislabelled"), labels, self.mislabelled)
         pictures = []
         for writer, start in enumerate(range(0, count, TEST_LINE)):
             rng = stream(self.seed, "glyphs test writer", writer)
-            line = labels[start : start + TEST_LINE]
+            line = shown[start : start + TEST_LINE]
             pictures.append(self._write(rng, line))
         return Samples(torch.cat(pictures), torch.from_numpy(labels))
 
     def _write(self, rng: np.random.Generator, labels: NDArray[np.int64]) -> Tensor:
         hand = draw_hand(rng, len(self.atlas.fonts), self.difficulty)
         return write(rng, self.atlas, hand, labels, self.difficulty)
+
+
+@dataclass(frozen=True)
+class SkewedGlyphs(Glyphs):
+    """Writers that use about 8 of the 62 characters each, all else as in `Glyphs`."""
+
+    label_skew: float = 8.0
 
 
 def sizes(seed: int, median: int, block: int) -> NDArray[np.int32]:
@@ -222,6 +233,11 @@ def draw_labels(rng: np.random.Generator, count: int, label_skew: float) -> NDAr
     """Labels of one client, by its own Dirichlet distribution over the classes."""
     shares = rng.dirichlet(np.full(len(CHARACTERS), 1 / label_skew))
     return rng.choice(len(CHARACTERS), size=count, p=shares)
+
+
+def shown_instead(rng: np.random.Generator, labels: NDArray[np.int64], share: float) -> NDArray[np.int64]:
+    """The characters to draw: a share of them drawn at random, whatever the label says."""
+    return np.where(rng.random(len(labels)) < share, rng.integers(len(CHARACTERS), size=len(labels)), labels)
 
 
 def draw_hand(rng: np.random.Generator, fonts: int, difficulty: float) -> Hand:

@@ -81,9 +81,13 @@ def mean_accuracy(lines: Sequence[Line], average: int) -> float | None:
 
 
 def summarise(lines: Sequence[Line], target: float | None, average: int, model_bytes: int) -> dict[str, Any]:
-    """Volumes (DV, TV) and times (DT, TT) at the target where it was reached, otherwise at the end."""
-    reached = reached_round(lines, target, average)
+    """Volumes (DV, TV) and times (DT, TT) at the target where it was reached, otherwise at the end.
+
+    The target is reached by a mean over a window of evaluations; what single evaluations would give stands beside it.
+    """
+    reached, single = reached_round(lines, target, average), reached_round(lines, target, 1)
     counted = lines if reached is None else lines[:reached]
+    evaluated = [line for line in counted if line["accuracy"] is not None]
 
     def total(key: str) -> Any:
         values = [line[key] for line in counted]
@@ -93,11 +97,16 @@ def summarise(lines: Sequence[Line], target: float | None, average: int, model_b
     invitations = sum(line["invited"] for line in counted)
     return {
         "rounds": len(lines),
-        "accuracy": mean_accuracy(counted, average),
+        "mean_accuracy": mean_accuracy(counted, average),  # over the window
+        "last_accuracy": evaluated[-1]["accuracy"] if evaluated else None,
+        "window_evaluations": average,
+        "window_rounds": average * evaluated[0]["round"] if evaluated else None,  # the first is after `every` rounds
         "test_loss": test_loss,
         "perplexity": math.exp(min(test_loss, 700.0)) if test_loss is not None else None,  # e^loss, for text
         "target": target,
         "reached_round": reached,
+        "single_reached_round": single,
+        "single_down_bytes": sum(line["down_bytes"] for line in lines[: single or len(lines)]),
         "down_bytes": total("down_bytes"),
         "up_bytes": total("up_bytes"),
         "total_bytes": (total("down_bytes") or 0) + (total("up_bytes") or 0),

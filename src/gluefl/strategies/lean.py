@@ -64,8 +64,8 @@ class Lean:
     step_of_first_update: Positive = 2.0  # of a tensor without spread: its first step, in rms of its first update
     step_of_statistics: Positive = 0.0625  # of a mean: its step, in rms of its first update
     origin_cells: Count = 4  # version 0 lies on a grid this many times finer than the first step
-    hysteresis: Annotated[Positive, Field(ge=0.5)] = 0.5  # h, in steps
-    refine_below: Share = 0.001  # halve a tensor's step when a smaller share of it changes in a round
+    hysteresis: Annotated[Positive, Field(ge=0.5)] = 0.55  # h, in steps: above ½ noise changes less
+    refine_below: Share = 0.0001  # halve a tensor's step when a smaller share of it changes in a round
     coarsen_above: Share = 0.05  # double it when a larger share changes, of it and of all weights
     upload_bits: Annotated[Count, Field(le=4)] = 1
     upload_share: Share = 1.0  # p, of the coordinates of a rotated upload

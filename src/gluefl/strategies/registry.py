@@ -20,6 +20,7 @@ class Row:
     sampler: Literal["uniform", "sticky"] = "uniform"
     sticky_size: int = 4  # S/K
     sticky_cohort: Fraction = Fraction(4, 5)  # C/K
+    sticky_share: float | None = None  # of the extra invitations; None is C/K
     weights: Literal["unbiased", "proportional"] = "unbiased"
     initial: Literal["download", "known"] = "download"
     average: float = 0.0  # β, of the server's average over versions
@@ -30,7 +31,7 @@ ROWS = {
     "stc": Row(STC),
     "apf": Row(APF),
     "gluefl": Row(GlueFL, "sticky"),
-    "lean": Row(Lean, "sticky", sticky_size=8, weights="proportional", initial="known", average=0.9),
+    "lean": Row(Lean, "sticky", sticky_size=8, sticky_share=0.85, weights="proportional", initial="known", average=0.9),
 }
 
 STRATEGIES: dict[str, Any] = {name: row.kind for name, row in ROWS.items()}

@@ -53,7 +53,8 @@ class Work:
         if row.sampler == "uniform":
             return Uniform(cohort, over_commitment=self.over_commitment)
         sticky_cohort = int(row.sticky_cohort * cohort)
-        return Sticky(cohort, row.sticky_size * cohort, sticky_cohort, row.weights, self.over_commitment)
+        sizes = (cohort, row.sticky_size * cohort, sticky_cohort)
+        return Sticky(*sizes, row.weights, self.over_commitment, row.sticky_share)
 
 
 class Rounds:

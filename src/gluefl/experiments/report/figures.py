@@ -9,6 +9,7 @@ from typing import Any, Literal
 from gluefl.experiments.report.comparison import Comparison
 from gluefl.experiments.runs import Run
 from gluefl.experiments.theory.propositions import sticky_return, uniform_return
+from gluefl.experiments.windows import window
 from gluefl.storage.journal import Line
 
 Unit = Literal["bytes", "seconds", "share", "count"]
@@ -94,8 +95,7 @@ def accuracy(comparison: Comparison, key: str, title: str, axis: Axis, progress:
             place = list(track).index(reached) if reached in track else None
             kind: Kind = "seed" if len(tracks) > 1 else "mean"
             series.append(Series(label, kind, x, y, tuple(track), run.seed, place))
-    average = {run.average for run in comparison.runs}
-    over = f"each point is the mean of the last {average.pop()} evaluations" if len(average) == 1 else ""
+    over = f"each point: {window([run.summary for run in comparison.runs])}" if comparison.runs else ""
     seeds = any(len(runs) > 1 for runs in comparison.variants.values())
     parts = [
         over,

@@ -9,6 +9,7 @@ from typing import Any
 from gluefl.experiments.console import percent
 from gluefl.experiments.report.comparison import INCIDENTAL, Comparison
 from gluefl.experiments.runs import Run
+from gluefl.experiments.windows import remark, window
 
 VOLUMES = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 TIMES = ((3600, "h"), (60, "min"), (1, "s"))
@@ -27,7 +28,7 @@ class SummaryColumn:
     @property
     def is_share(self) -> bool:
         """Whether it is written in percent."""
-        return self.key in ("accuracy", "mean_download_share")
+        return self.key in ("mean_accuracy", "mean_download_share")
 
 
 COLUMNS = (
@@ -36,7 +37,7 @@ COLUMNS = (
     SummaryColumn("download_s", "DT", "download time", TIMES, has_ratio=True),
     SummaryColumn("total_s", "TT", "total time", TIMES, has_ratio=True),
     SummaryColumn("rounds", "Rounds", "until then"),
-    SummaryColumn("accuracy", "Accuracy", "mean of the last evaluations"),
+    SummaryColumn("mean_accuracy", "Accuracy", "mean over the window"),
     SummaryColumn("mean_download_share", "Share", "of the model downloaded per client and round"),
 )
 
@@ -174,7 +175,7 @@ def _column(table: _Summaries, measure: SummaryColumn) -> tuple[str, dict[str, C
 
 def _best(table: _Summaries, measure: SummaryColumn, means: dict[str, float]) -> set[str]:
     """The labels with the best mean. Costs are compared only between runs that reached the same target or round."""
-    if measure.key == "accuracy":
+    if measure.key == "mean_accuracy":
         rivals = {} if table.any_reached else means
     elif measure.has_ratio:
         equal_rounds = len({summary["rounds"] for summary in table.all}) == 1
@@ -184,7 +185,7 @@ def _best(table: _Summaries, measure: SummaryColumn, means: dict[str, float]) ->
         rivals = {}
     if len(rivals) < 2:
         return set()
-    best = max(rivals.values()) if measure.key == "accuracy" else min(rivals.values())
+    best = max(rivals.values()) if measure.key == "mean_accuracy" else min(rivals.values())
     return {label for label, mean in rivals.items() if mean == best}
 
 
@@ -269,7 +270,9 @@ def _legend(table: _Summaries) -> str:
     notes = [f"Ratios (×) are to {table.base}."] if len(table.runs) > 1 else []
     if any(len(runs) > 1 for runs in table.runs.values()):
         notes.append("± is the standard deviation over seeds.")
+    notes.append(f"Accuracy: {window(table.all)}.")
+    notes.append(remark(table.runs) if table.target is not None else "")
     notes.append("DV counts every byte sent to invited clients, used or not; TV adds the uploads of used clients.")
     if any(summary["total_s"] is not None for summary in table.all):
         notes.append("DT and TT are sums over rounds; a round ends when the last used client has arrived.")
-    return " ".join(notes)
+    return " ".join(note for note in notes if note)

@@ -12,7 +12,7 @@ from gluefl.config import Config, merged, variants, with_sets
 from gluefl.errors import UsageError, nearest
 
 Scale = Literal["small", "paper"]
-SHARED = "settings"
+SHARED, CLAIMS = "settings", "claims"
 
 
 class Study(BaseModel):
@@ -55,7 +55,7 @@ def names() -> list[str]:
         number = "".join(c for c in name if c.isdigit())
         return kind, int(number or 0), name
 
-    return sorted((name for name in stems if name != SHARED), key=order)
+    return sorted((name for name in stems if name not in (SHARED, CLAIMS)), key=order)
 
 
 def load(name: str) -> Study:

@@ -53,6 +53,7 @@ def conduct(
         "question": study.question,
         "paper": study.finding,
         "scale": choice.scale,
+        "setting": _setting(choice, specs),
         "seeds": used,
         "heading": heading,
         "tables": [grid.as_json() for grid in grids],
@@ -61,6 +62,14 @@ def conduct(
     out.mkdir(parents=True, exist_ok=True)
     (out / "study.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return Outcome(study, heading, grids, result)
+
+
+def _setting(choice: Choice, specs: Sequence[RunSpec]) -> str:
+    """Scale, model and population in a few words."""
+    if not specs:
+        return "nothing is trained"
+    config = specs[0].config
+    return f"{choice.scale} scale, {config.model.name}, {config.population.name}"
 
 
 def _heading(choice: Choice, specs: Sequence[RunSpec], used: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ from gluefl.experiments.runs import Run
 from gluefl.experiments.studies.catalogue import Study
 from gluefl.experiments.studies.intervals import Estimate, estimate
 from gluefl.experiments.studies.measures import MEASURES, Form, common_target
+from gluefl.experiments.windows import remark, window
 from gluefl.fleet import Fleet
 
 AT_TARGET = {"rounds", "download", "total", "download_time", "total_time"}  # measures up to the target
@@ -82,7 +83,11 @@ def main_table(study: Study, runs: Sequence[Run], target: float | None) -> Grid:
                 rows[label][f"{name}_ratio"] = estimate(ratios)
     at_target = AT_TARGET & set(study.measures)
     title = f"At {percent(target)} accuracy" if at_target and target is not None else "Over all rounds"
-    return Grid(title, "run", tuple(columns), rows, _notes(runs, target if at_target else None))
+    notes = _notes(runs, target if at_target else None)
+    at = {label: [run.at(target) for run in repetitions] for label, repetitions in by_label.items()}
+    about = (f"Accuracy: {window([summary for summaries in at.values() for summary in summaries])}.",)
+    depends = remark(at) if at_target and target is not None else ""
+    return Grid(title, "run", tuple(columns), rows, (*about, *((depends,) if depends else ()), *notes))
 
 
 def by_skipped_rounds(runs: Sequence[Run]) -> Grid:

@@ -68,6 +68,21 @@ def markdown(study: Study, grids: Sequence[Grid], heading: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of texts for the terminal."""
+    result = Table(show_lines=True)
+    for heading in header:
+        result.add_column(heading)
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of texts as markdown."""
+    return "\n".join([_line(header), _line(["---"] * len(header)), *map(_line, rows)])
+
+
 def _cells(grid: Grid) -> list[list[str]]:
     return [
         [label, *(cell(cells[column.name], column.form) for column in grid.columns)]

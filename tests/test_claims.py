@@ -1,0 +1,75 @@
+"""The claims of the paper: the rule, and the table that follows from the results of studies."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gluefl.cli import main
+from gluefl.experiments.studies.catalogue import Choice, configurations, load, names
+from gluefl.experiments.studies.claims import Claim, claims, table
+from gluefl.experiments.studies.intervals import Estimate, estimate
+from gluefl.experiments.studies.measures import MEASURES
+
+numbers = st.floats(-1e3, 1e3)
+
+
+@given(mean=numbers, half_width=st.floats(0, 1e3), low=numbers | st.none(), high=numbers | st.none())
+def test_a_verdict_follows_from_the_interval(mean: float, half_width: float, low: float, high: float) -> None:
+    claim, number = Claim("", "", "", "", low=low, high=high), Estimate(mean, half_width, ())
+    points = [mean - half_width, mean, mean + half_width]
+    inside = [(low is None or low <= point) and (high is None or point <= high) for point in points]
+    verdict = claim.verdict(number)
+    assert (verdict == "confirmed") == (inside[0] and inside[-1])
+    if verdict == "refuted":
+        assert not any(inside)
+    assert claim.verdict(Estimate(mean, None, (mean,))) == claim.verdict(None) == "not decided"
+
+
+def test_every_claim_is_about_a_cell_that_its_study_has() -> None:
+    for claim in claims():
+        assert claim.study in names()
+        study = load(claim.study)
+        labels = configurations(study, Choice())
+        assert claim.row in labels and (claim.against is None or claim.against in labels)
+        name = claim.column.removesuffix("_ratio")
+        assert name in MEASURES and name in (study.ratios if claim.column != name else study.measures)
+        assert claim.low is not None or claim.high is not None
+
+
+def result(study: str, setting: str, rows: dict[str, dict[str, list[float | None]]]) -> dict:
+    cells = {
+        row: {column: (lambda e: e and e.as_json())(estimate(values)) for column, values in columns.items()}
+        for row, columns in rows.items()
+    }
+    return {"study": study, "setting": setting, "tables": [{"title": "At 73.3% accuracy", "rows": cells}]}
+
+
+def test_the_table_has_a_verdict_with_its_number_for_every_setting(tmp_path) -> None:
+    rows = {
+        "gluefl": {"download_ratio": [0.7, 0.72, 0.71], "download": [70.0, 72.0, 71.0]},
+        "stc": {"download": [60.0, 61.0, 60.5], "download_ratio": [0.6, None, 0.7]},
+    }
+    header, lines = table([result("table2", "paper scale", rows), result("figure2", "small scale", {})])
+    assert header == ["claim", "study", "needed", "paper scale", "small scale"]
+    by_text = {line[0]: line for line in lines}
+    assert by_text["GlueFL downloads 1.17 to 1.78 times less than FedAvg until the target"][3] == (
+        "confirmed: 0.71 ± 0.02"
+    )
+    assert by_text["GlueFL downloads less than STC until the target"][3].startswith("refuted: 1.17")
+    stc = by_text["STC saves hardly any download until the target (4% at most)"]
+    assert stc[3:] == ["not decided: no value in every run", "–"]
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "study.json").write_text(json.dumps(result("table2", "paper scale", rows)))
+    (tmp_path / "other.json").write_text("[1]")
+    shown = CliRunner().invoke(main, ["claims", str(tmp_path), "--markdown"])
+    assert shown.exit_code == 0 and "| confirmed: 0.71 ± 0.02 |" in shown.stdout
+
+
+@pytest.mark.parametrize("text", ["", "{}", "not json"])
+def test_a_folder_without_results_is_an_error_of_usage(tmp_path, text: str) -> None:
+    (tmp_path / "study.json").write_text(text)
+    shown = CliRunner().invoke(main, ["claims", str(tmp_path)])
+    assert shown.exit_code == 2 and "gluefl study NAME" in shown.stderr
