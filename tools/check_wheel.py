@@ -1,4 +1,4 @@
-"""Check downloaded wheels against requirements.lock; used by ./dev for PyTorch, which comes in builds of several indexes.
+"""Check downloaded wheels against requirements.lock; for ./dev and PyTorch, which comes in several builds.
 
 A build of another index, by its local version (torch-2.13.0+cpu), may be missing in the lock: it is named and taken,
 because the user has chosen that index.
