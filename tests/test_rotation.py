@@ -174,6 +174,60 @@ def test_estimates_are_unbiased_on_difficult_blocks(kind, options) -> None:
     assert abs(float(mean @ rest / (rest @ rest)) - 1) < 0.01 + 3 * deviation
 
 
+def trained_embedding() -> torch.Tensor:
+    """What ten steps of SGD on words by Zipf's law change: few rows of the embedding, the frequent ones far more."""
+    generator = torch.Generator().manual_seed(5)
+    torch.manual_seed(5)
+    module = torch.nn.Sequential(torch.nn.EmbeddingBag(2000, 16), torch.nn.Linear(16, 8))
+    words = torch.multinomial(1 / torch.arange(1.0, 2001), 200 * 12, True, generator=generator).view(200, 12)
+    return trained_change(module, words, words[:, 0] % 8, 0.5)
+
+
+def trained_adapters() -> torch.Tensor:
+    """What ten steps change of two adapters of rank 4, whose second factors begin at zero."""
+    torch.manual_seed(6)
+    module = torch.nn.Sequential(Adapted(64, 128), torch.nn.ReLU(), Adapted(128, 10))
+    inputs = normal(200 * 64, 6).view(200, 64)
+    return trained_change(module, inputs, inputs[:, :10].argmax(1), 0.1)
+
+
+class Adapted(torch.nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(before, after).requires_grad_(False)
+        self.a = torch.nn.Parameter(torch.randn(4, before) / before**0.5)
+        self.b = torch.nn.Parameter(torch.zeros(after, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+def trained_change(module, inputs, labels, lr) -> torch.Tensor:
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    before = torch.cat([weight.detach().flatten() for weight in weights])
+    optimizer = torch.optim.SGD(weights, lr, momentum=0.9)
+    for batch in range(10):
+        optimizer.zero_grad()
+        rows = slice(20 * batch, 20 * batch + 20)
+        torch.nn.functional.cross_entropy(module(inputs[rows]), labels[rows]).backward()
+        optimizer.step()
+    return torch.cat([weight.detach().flatten() for weight in weights]) - before
+
+
+@pytest.mark.parametrize("trained", [trained_embedding, trained_adapters])
+def test_estimates_are_unbiased_on_what_training_changes(trained) -> None:
+    """Along the update, and along what is left of it without the largest entries of every block."""
+    vector, count = trained(), 300
+    mean = estimates(Rotated(), vector, count)
+    assert abs(float(mean @ vector / (vector @ vector)) - 1) < 1e-3
+    for kept in (0.99, 0.5):
+        rest = torch.where(vector.abs() <= torch.quantile(vector.abs(), kept), vector, 0)
+        if not rest.any():
+            continue  # half of the embedding was not touched
+        deviation = math.sqrt((math.pi / 2 - 1) / count / 4096) * float(vector.norm() / rest.norm())
+        assert abs(float(mean @ rest / (rest @ rest)) - 1) < 0.01 + 3 * deviation
+
+
 def test_one_stage_would_be_biased() -> None:
     """The test above can fail: with the signs of stage 1 alone, (1, 2, 0, …) decodes to (0, 2.5, 0, …)."""
     vector = torch.zeros(4096)
