@@ -1,6 +1,8 @@
 """The claims of the paper: the rule, and the table that follows from the results of studies."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -10,8 +12,13 @@ from hypothesis import strategies as st
 from gluefl.cli import main
 from gluefl.experiments.studies.catalogue import Choice, configurations, load, names
 from gluefl.experiments.studies.claims import Claim, claims, table
+from gluefl.experiments.studies.findings import Grid, findings
 from gluefl.experiments.studies.intervals import Estimate, estimate
 from gluefl.experiments.studies.measures import MEASURES
+from test_studies import made_up
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+import make_reproduction
 
 numbers = st.floats(-1e3, 1e3)
 
@@ -73,3 +80,18 @@ def test_a_folder_without_results_is_an_error_of_usage(tmp_path, text: str) -> N
     (tmp_path / "study.json").write_text(text)
     shown = CliRunner().invoke(main, ["claims", str(tmp_path)])
     assert shown.exit_code == 2 and "gluefl study NAME" in shown.stderr
+
+
+def test_the_tables_of_the_document_are_those_of_the_results(tmp_path) -> None:
+    study = load("table2")
+    runs = [made_up("fedavg", [0.5, 0.8, 0.9], target=0.8), made_up("gluefl", [0.5, 0.6, 0.9], target=0.8)]
+    grids = findings(study, runs)
+    again = [Grid.of_json(json.loads(json.dumps(grid.as_json()))) for grid in grids]
+    assert again == grids
+    results = [{"study": "table2", "setting": "small scale", "heading": "Small.", "paper": "Less.", "tables": []}]
+    results[0]["tables"] = [grid.as_json() for grid in grids]
+    text = "# A\n<!-- claims -->\nold\n<!-- end -->\nwords\n<!-- study table2 -->\n<!-- end -->\n"
+    text += "<!-- study figure2 -->\n<!-- end -->\n"
+    new = make_reproduction.filled(text, results)
+    assert "old" not in new and "words" in new and "| gluefl |" in new and "not decided" in new and "Not run." in new
+    assert make_reproduction.filled(new, results) == new

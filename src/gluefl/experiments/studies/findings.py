@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,18 @@ class Grid:
             label: {name: cell.as_json() if cell else None for name, cell in cells.items()}
             for label, cells in self.rows.items()
         }
-        return {"title": self.title, "rows": rows, "notes": [*self.notes]}
+        columns = [asdict(column) for column in self.columns]
+        return {"title": self.title, "corner": self.corner, "columns": columns, "rows": rows, "notes": [*self.notes]}
+
+    @classmethod
+    def of_json(cls, table: Mapping[str, Any]) -> "Grid":
+        """The table that was written as JSON."""
+        rows = {
+            label: {name: Estimate.of_json(cell) if cell else None for name, cell in cells.items()}
+            for label, cells in table["rows"].items()
+        }
+        columns = tuple(Column(**column) for column in table["columns"])
+        return cls(table["title"], table["corner"], columns, rows, tuple(table["notes"]))
 
 
 def findings(study: Study, runs: Sequence[Run], at: float | None = None) -> list[Grid]:

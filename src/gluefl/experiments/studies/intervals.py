@@ -1,8 +1,9 @@
 """Mean over several seeds, with its 95% confidence interval (Student's t)."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 CONFIDENCE = 0.95
 
@@ -22,6 +23,14 @@ class Estimate:
             (None, None) if self.half_width is None else (self.mean - self.half_width, self.mean + self.half_width)
         )
         return {"mean": self.mean, "low": low, "high": high, "values": [*self.values], "missing": self.missing}
+
+    @classmethod
+    def of_json(cls, cell: Mapping[str, Any]) -> "Estimate":
+        """What was written as JSON, computed again from the values; one number stands for itself."""
+        again = estimate(cell["values"])
+        if again is None:
+            raise ValueError("an estimate without values")
+        return replace(again, missing=cell["missing"])
 
 
 def estimate(values: Sequence[float | None], confidence: float = CONFIDENCE) -> Estimate | None:

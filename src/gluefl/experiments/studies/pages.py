@@ -59,13 +59,20 @@ def table(grid: Grid) -> Table:
 
 def markdown(study: Study, grids: Sequence[Grid], heading: str) -> str:
     """For docs/reproduction.md: the question, the tables, their notes."""
-    parts = [f"### {study.name}: {study.question}", f"Paper: {study.finding}", heading]
+    return (
+        "\n\n".join([f"### {study.name}: {study.question}", f"Paper: {study.finding}", heading, tables(grids)]) + "\n"
+    )
+
+
+def tables(grids: Sequence[Grid]) -> str:
+    """The tables as markdown, each with its notes."""
+    parts = list[str]()
     for grid in grids:
         header = [grid.corner, *(column.heading for column in grid.columns)]
         lines = [f"**{grid.title}**", "", _line(header), _line(["---"] + ["---:"] * len(grid.columns))]
         parts.append("\n".join(lines + [_line(row) for row in _cells(grid)]))
-        parts += [*grid.notes, *_legend(grid)]
-    return "\n\n".join(parts) + "\n"
+        parts.append(" ".join([*grid.notes, *_legend(grid)]))
+    return "\n\n".join(part for part in parts if part)
 
 
 def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
