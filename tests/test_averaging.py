@@ -80,7 +80,7 @@ def test_the_average_survives_a_checkpoint(strategy, tmp_path) -> None:
     for _ in range(5):
         state, _ = play(f, state)
     checkpoint.save(tmp_path, state, {})
-    loaded = checkpoint.load(tmp_path, fresh, {})
+    loaded = checkpoint.load(checkpoint.find(tmp_path, {}), fresh, {})
     assert all(torch.equal(one, other) for one, other in zip(loaded.average, state.average, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(loaded.model, state.average, strict=True))
 
