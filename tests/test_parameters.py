@@ -29,19 +29,23 @@ from gluefl import (
     Fleet,
     GlueFL,
     Lean,
+    LocalAdam,
     LocalSGD,
     Options,
+    Scaffold,
     Server,
     Setting,
     Sticky,
     Uniform,
     Yogi,
 )
+from gluefl.clients.optimisers import Clipped
 from gluefl.clients.rules import TorchOptimizer
 from gluefl.config import to_toml, validated, variants
+from gluefl.config.tables import local_rule
 from gluefl.errors import UsageError
 from gluefl.parameters import Count, NoneAs, ParameterError, Share, checked, declarations, model_of
-from gluefl.simulation.build import build_devices, build_sampler
+from gluefl.simulation.build import build_devices, build_sampler, build_setting
 from gluefl.storage.toml import dumps
 from gluefl.strategies import registry
 from gluefl.strategies.registry import Row
@@ -107,6 +111,7 @@ WRONG = [
     (LocalSGD, {"steps": 3, "epochs": 2}, "training", {}),
     (LocalSGD, {"epochs": 0.0, "momentum": -0.1, "weight_decay": -1.0, "proximal": "much"}, "training", {}),
     (LocalSGD, {"lr_decay": 0, "lr_decay_every": False, "lr_min": -1}, "training", {}),
+    (LocalAdam, {"beta1": 1, "beta2": "much", "eps": 0}, "training", {"rule": "adam"}),
     (Uniform, {"cohort": 0}, "sampling", {"name": "uniform"}),
     (Uniform, {"cohort": 5, "weights": 0.3}, "sampling", {"name": "uniform"}),
     (Uniform, {"cohort": 5, "weights": "heavy"}, "sampling", {"name": "uniform"}),
@@ -154,7 +159,8 @@ def test_a_parameter_under_another_key_is_refused_in_the_same_words(kind, name, 
 def test_every_public_dataclass_with_parameters_is_tried() -> None:
     exported = [getattr(gluefl, name) for name in gluefl.__all__]
     public = {kind for kind in exported if is_dataclass(kind) and declarations(kind)}
-    assert public - {gluefl.Instant, gluefl.Samples} == {kind for kind, *_ in WRONG}
+    apart = {gluefl.Instant, gluefl.Samples, TorchOptimizer, Clipped, Scaffold}  # TOML has other words, or none
+    assert public - apart == {kind for kind, *_ in WRONG}
 
 
 @pytest.mark.parametrize("kind", [STC, APF, GlueFL, Lean, Averaging, Server, LocalSGD, Uniform, Sticky, Fleet, Options])
@@ -163,6 +169,31 @@ def test_every_parameter_has_a_limit(kind) -> None:
     required = {field: STICKY[field] for field in model_of(kind).model_fields if field in STICKY}
     for name in model_of(kind).model_fields:
         assert any(line.startswith(f"{name}: ") for line in in_python(kind, {**required, name: object()}))
+
+
+def test_rules_by_name_and_a_norm_around_them() -> None:
+    rule = local_rule(validated({"training": {"rule": "adam", "beta1": 0.5, "clip_norm": 2, "steps": 3}}).training, 0.1)
+    assert rule == Clipped(LocalAdam(3, beta1=0.5), norm=2.0)
+    scaffold = validated({"training": {"rule": "scaffold", "lr": 0.1}, "sampling": {"cohort": 10}})
+    assert build_setting(scaffold, 200).training == Scaffold(lr=0.1, share=0.05)
+    assert validated(tomllib.loads(to_toml(scaffold))) == scaffold
+    for raw, message in (
+        ({"rule": "adam", "momentum": 0.9}, "training: adam has no momentum; it has beta1, beta2, eps, weight_decay"),
+        ({"rule": "scaffold", "proximal": 0.1}, "training: scaffold has no proximal; it has no parameters"),
+        ({"rule": "sgdd"}, "training.rule:"),
+        ({"clip_norm": 0}, "training.clip_norm:"),
+        ({"schedule": 1}, "training.schedule: unknown key"),
+    ):
+        (problem,) = in_toml({"training": raw})
+        assert problem.startswith(message)
+    for wrong in (
+        lambda: Scaffold(share=0),
+        lambda: Clipped(norm=-1),
+        lambda: Clipped(Clipped()),
+        lambda: Clipped(rule=3),
+    ):
+        with pytest.raises(UsageError):
+            wrong()
 
 
 def test_a_copy_is_checked_too_and_the_error_crosses_processes() -> None:

@@ -1,5 +1,6 @@
 """Local rules of one's own: each a small class, run by every trainer as it is, and compared with a plain loop."""
 
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from gluefl import FedAvg, LocalSGD, Uniform
 from gluefl.clients.cohort import Cohort, Job, Outcome, prefetch
 from gluefl.clients.engine import LocalEngine
+from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
 from gluefl.clients.rules import Context, Final, Rule, Schedule, TorchOptimizer
 from gluefl.clients.trainers.choice import choose
 from gluefl.clients.trainers.dense import Dense
@@ -35,31 +37,6 @@ FLOAT64 = {"rtol": 1e-9, "atol": 1e-14}
 
 
 @dataclass(frozen=True)
-class Adam(Schedule):
-    """Kingma and Ba, 2015."""
-
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-
-    def init(self, context: Context):
-        return torch.zeros_like(context.start), torch.zeros_like(context.start), context.start.new_zeros(())
-
-    def step(self, state, weights: Tensor, gradient: Tensor, context: Context):
-        mean, square, steps = state
-        mean, square = (
-            self.beta1 * mean + (1 - self.beta1) * gradient,
-            self.beta2 * square + (1 - self.beta2) * gradient**2,
-        )
-        steps = steps + 1
-        root = (square / (1 - self.beta2**steps)).sqrt() + self.eps
-        return (mean, square, steps), weights - context.lr * mean / (1 - self.beta1**steps) / root
-
-    def final(self, state, weights: Tensor, context: Context) -> Final:
-        return Final(weights - context.start)
-
-
-@dataclass(frozen=True)
 class FedProx(Schedule):
     """Li et al., 2020, without momentum."""
 
@@ -76,55 +53,14 @@ class FedProx(Schedule):
 
 
 @dataclass(frozen=True)
-class Clipped(Schedule):
-    """Gradients of at most a norm: a rule that looks at the whole vector."""
-
-    norm: float = 0.5
-
-    def init(self, context: Context):
-        return ()
-
-    def step(self, state, weights: Tensor, gradient: Tensor, context: Context):
-        return state, weights - context.lr * gradient * (self.norm / gradient.norm()).clamp(max=1)
-
-    def final(self, state, weights: Tensor, context: Context) -> Final:
-        return Final(weights - context.start)
-
-
-@dataclass(frozen=True)
-class Scaffold(Schedule):
-    """Karimireddy et al., 2020, option II. The server averages what clients send, so that every client sends
-    c + (K/N)·Δc_i and the mean is the server's next c."""
-
-    share: float = 1.0  # K/N
-
-    def kept(self, size: int) -> int:  # c_i
-        return size
-
-    def exchanged(self, size: int) -> int:  # c
-        return size
-
-    def init(self, context: Context):
-        return context.start.new_zeros(())  # steps
-
-    def step(self, steps: Tensor, weights: Tensor, gradient: Tensor, context: Context):
-        return steps + 1, weights - context.lr * (gradient - context.memory + context.received)
-
-    def final(self, steps: Tensor, weights: Tensor, context: Context) -> Final:
-        delta = weights - context.start
-        change = -context.received - delta / (steps * context.lr)
-        return Final(delta, context.memory + change, context.received + self.share * change)
-
-
-@dataclass(frozen=True)
 class Unfused(LocalSGD):
     """Local SGD under a name that no trainer has a faster form of."""
 
 
 RULES: dict[str, Rule] = {
-    "adam": Adam(steps=4, batch=8, lr=0.01, eps=EPS),
+    "adam": LocalAdam(steps=4, batch=8, lr=0.01, eps=EPS),
     "fedprox": FedProx(steps=4, batch=8, lr=0.05),
-    "clipped": Clipped(steps=4, batch=8, lr=0.05),
+    "clipped": Clipped(LocalSGD(4, batch=8, lr=0.05, momentum=0.5), norm=0.5),
     "scaffold": Scaffold(steps=4, batch=8, lr=0.05, share=0.1),
     "sgd": Unfused(steps=4, batch=8, lr=0.05, weight_decay=1e-3, proximal=0.1),
 }
@@ -259,6 +195,43 @@ def test_any_torch_optimiser_is_a_rule(frozen, trainer_of) -> None:
         torch.testing.assert_close(b.delta, a.delta, **FLOAT64)
 
 
+def test_clipped_gradients_are_those_that_torch_clips() -> None:
+    rule = RULES["clipped"]
+    given = setting(rule)
+    for job, outcome in zip(given.jobs, given.train(Loop, rule)):
+        given.layout.fill(given.module.train(), given.cohort.weights, given.cohort.statistics)
+        parameters = list(given.module.parameters())
+        optimizer, norms = torch.optim.SGD(parameters, 0.05, momentum=0.5), []
+        for gradient in gradients(given.module, job):
+            norms.append(float(gradient.norm()))
+            nn.utils.clip_grad_norm_(parameters, 0.5)
+            optimizer.step()
+        assert max(norms) > 0.5
+        # torch divides by the norm plus 1e-6.
+        delta = given.layout.flatten(given.module)[0] - given.cohort.weights
+        torch.testing.assert_close(outcome.delta, delta, rtol=1e-5, atol=1e-8)
+
+
+def test_adam_with_weight_decay_is_that_of_torch() -> None:
+    rule = LocalAdam(steps=4, batch=8, lr=0.01, eps=EPS, weight_decay=0.1)
+    given = setting(rule)
+    plain = TorchOptimizer(4, batch=8, lr=0.01, factory=partial(torch.optim.AdamW, eps=EPS, weight_decay=0.1))
+    for a, b in zip(given.train(Loop, plain), given.train(Stacked, rule), strict=True):
+        torch.testing.assert_close(b.delta, a.delta, **FLOAT64)
+
+
+def test_a_schedule_is_a_function_of_the_round() -> None:
+    rule = LocalSGD(1, batch=8, schedule=lambda round: 0.4 / round)
+    given = setting(rule)
+    later = replace(given, cohort=replace(given.cohort, round=4))
+    for trainer_of in (Loop, Workers, Stacked):
+        for first, fourth in zip(given.train(trainer_of, rule), later.train(trainer_of, rule)):
+            torch.testing.assert_close(fourth.delta, first.delta / 4, **FLOAT64)
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(UsageError, match=r"schedule\(3\)"):
+            LocalSGD(schedule=lambda round, wrong=wrong: wrong).rate(3)
+
+
 def test_the_learning_rate_of_a_rule_is_that_of_the_round() -> None:
     rule = FedProx(steps=1, batch=8, lr=0.1, mu=0, lr_decay=0.5, lr_decay_every=1)
     optimizer = TorchOptimizer(1, batch=8, lr=0.1, lr_decay=0.5, lr_decay_every=1, factory=torch.optim.SGD)
@@ -339,15 +312,15 @@ def test_the_choice_gives_way_to_a_trainer_that_runs_the_rule() -> None:
         return type(choose(name, module, layout, Blobs(), cross_entropy, CPU, rule))
 
     assert chosen(LocalSGD()) is Dense
-    assert chosen(Adam()) is chosen(Unfused()) is chosen(optimizer) is Workers
-    assert chosen(Adam(), "stacked") is Stacked
+    assert chosen(LocalAdam()) is chosen(Unfused()) is chosen(optimizer) is Workers
+    assert chosen(LocalAdam(), "stacked") is Stacked
     with pytest.raises(UsageError, match="LocalSGD"):
-        chosen(Adam(), "dense")
+        chosen(LocalAdam(), "dense")
     with pytest.raises(UsageError, match="use 'loop'"):
         chosen(optimizer, "stacked")
-    given = setting(Adam(), module=mlp())
-    with pytest.raises(UsageError, match="not Adam"):
-        given.train(Dense, Adam())
+    given = setting(LocalAdam(), module=mlp())
+    with pytest.raises(UsageError, match="not LocalAdam"):
+        given.train(Dense, LocalAdam())
     with pytest.raises(UsageError, match=r"torch\.optim"):
         given.train(Stacked, optimizer)
 

@@ -20,6 +20,10 @@ _HOMES = {
     "Instant": "gluefl.fleet",
     "Arrivals": "gluefl.fleet",
     "LocalSGD": "gluefl.clients.rules",
+    "TorchOptimizer": "gluefl.clients.rules",
+    "LocalAdam": "gluefl.clients.optimisers",
+    "Scaffold": "gluefl.clients.optimisers",
+    "Clipped": "gluefl.clients.optimisers",
     "Evaluation": "gluefl.simulation.settings",
     "Options": "gluefl.simulation.settings",
     "Setting": "gluefl.simulation.settings",
@@ -40,18 +44,22 @@ __all__ = [
     "Adam",
     "Arrivals",
     "Averaging",
+    "Clipped",
     "Evaluation",
     "FedAvg",
     "Fleet",
     "GlueFL",
     "Instant",
     "Lean",
+    "LocalAdam",
     "LocalSGD",
     "Options",
     "Samples",
+    "Scaffold",
     "Server",
     "Setting",
     "Sticky",
+    "TorchOptimizer",
     "Uniform",
     "Yogi",
     "plan",
@@ -59,7 +67,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from gluefl.clients.rules import LocalSGD
+    from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
+    from gluefl.clients.rules import LocalSGD, TorchOptimizer
     from gluefl.core.averaging import Averaging
     from gluefl.core.optimizer import Adagrad, Adam, Server, Yogi
     from gluefl.core.sampling import Sticky, Uniform

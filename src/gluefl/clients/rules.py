@@ -110,6 +110,7 @@ class Schedule:
     lr_decay: Share = field(default=0.98, kw_only=True)
     lr_decay_every: Count = field(default=10, kw_only=True)
     lr_min: NonNegative = field(default=0.0, kw_only=True)
+    schedule: Callable[[int], float] | None = field(default=None, kw_only=True)  # γ by round, instead of lr and decay
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
@@ -122,7 +123,12 @@ class Schedule:
             yield "give steps or epochs, not both"
 
     def rate(self, round: int) -> float:
-        """The learning rate of a round: lowered by `lr_decay` after every `lr_decay_every` rounds."""
+        """The learning rate of a round: lowered by `lr_decay` after every `lr_decay_every` rounds, or by `schedule`."""
+        if self.schedule is not None:
+            rate = float(self.schedule(round))
+            if not 0 < rate < math.inf:
+                raise UsageError(f"schedule({round}) is {rate}: a learning rate must be positive and finite.")
+            return rate
         return max(self.lr_min, self.lr * self.lr_decay ** ((round - 1) // self.lr_decay_every))
 
     def steps_for(self, samples: int) -> int:

@@ -3,12 +3,13 @@
 Only this part of the configuration needs torch, so it is imported when a configuration is validated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from gluefl.clients.rules import LocalSGD
+from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
+from gluefl.clients.rules import LocalRule, LocalSGD, Schedule
 from gluefl.clients.trainers.choice import TRAINERS
 from gluefl.core import optimizer
 from gluefl.core.sampling import Sampler, Sticky, Uniform
@@ -37,9 +38,21 @@ def _table(name: str, /, **declared: Any) -> type[Parameters]:
     return create_model(name, __base__=Parameters, **declared)
 
 
+RULES: dict[str, type[Any]] = {"sgd": LocalSGD, "adam": LocalAdam, "scaffold": Scaffold}
+IN_PYTHON = ("schedule", "share")  # a function; K/N, which follows from the configuration
+SCHEDULE = {key: kind for key, kind in declarations(Schedule).items() if key not in IN_PYTHON}
+OWN = {
+    key: kind
+    for one in RULES.values()
+    for key, (kind, _) in declarations(one).items()
+    if key not in SCHEDULE and key not in IN_PYTHON
+}
 Training = _table(
     "Training",
-    **declarations(LocalSGD),
+    rule=(Annotated[str, OneOf(tuple(RULES))], "sgd"),
+    **SCHEDULE,
+    **{key: (kind | None, None) for key, kind in OWN.items()},  # those of the rule, with its defaults
+    clip_norm=(Positive | None, None),  # of gradients
     trainer=(Annotated[str, OneOf(TRAINERS)], "auto"),
     tf32=(bool | None, None),  # on a GPU; allowed where the configuration does not say
 )
@@ -97,7 +110,30 @@ class Strategy(BaseModel):
 
 def training(raw: Any) -> Any:
     """`[training]`: how a client trains, and on what."""
-    return _validated(Training, raw, LocalSGD)
+    table = _validated(Training, raw, Schedule)
+    kind = RULES[table.rule]
+    own = [key for key in declarations(kind) if key in OWN]
+    _refuse_foreign("training", table.rule, OWN, own, table)
+    built = local_rule(table, share=1.0)
+    rule = built.rule if isinstance(built, Clipped) else built
+    return table.model_copy(update={key: getattr(rule, key) for key in own})
+
+
+def local_rule(training: Any, share: float) -> LocalRule:
+    """The rule of a validated `[training]`; a round uses this share of the clients."""
+    kind = RULES[training.rule]
+    values = {key: getattr(training, key, None) for key in declarations(kind)} | {"share": share}
+    given = {key: values[key] for key in declarations(kind) if values[key] is not None}
+    rule = kind(**given)
+    return rule if training.clip_norm is None else Clipped(rule, norm=training.clip_norm)
+
+
+def _refuse_foreign(table: str, name: str, known: Iterable[str], own: Collection[str], values: Any) -> None:
+    """A parameter of another rule or optimiser would mean nothing."""
+    foreign = [key for key in known if key not in own and getattr(values, key) is not None]
+    if foreign:
+        message = f"{name} has no {', '.join(foreign)}; it has {', '.join(own) or 'no parameters'}"
+        raise ParameterError(table, [Problem("", message)])
 
 
 def server(raw: Any) -> Any:
@@ -105,10 +141,7 @@ def server(raw: Any) -> Any:
     table = _validated(Server, raw)
     kind = OPTIMIZERS[table.name]
     own = {key: getattr(table, key) for key in declarations(kind)}
-    foreign = [key for key in STEPS if key not in own and getattr(table, key) is not None]
-    if foreign:
-        message = f"{table.name} has no {', '.join(foreign)}; it has {', '.join(own)}"
-        raise ParameterError("server", [Problem("", message)])
+    _refuse_foreign("server", table.name, STEPS, own, table)
     built = kind(**{key: value for key, value in own.items() if value is not None})
     return table.model_copy(update={key: getattr(built, key) for key in own})
 
@@ -225,8 +258,8 @@ def _validated(table: type[Parameters], raw: Any, *kinds: type) -> Any:
     values = {name: given.get(name, field.default) for name, field in table.model_fields.items()}
     for kind in kinds:
         try:
-            built = kind(**{name: values[name] for name in declarations(kind)})
-            changes |= {name: getattr(built, name) for name in declarations(kind)}
+            built = kind(**{name: values[name] for name in declarations(kind) if name in values})
+            changes |= {name: getattr(built, name) for name in declarations(kind) if name in values}
         except ParameterError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:

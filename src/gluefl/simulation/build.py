@@ -8,9 +8,8 @@ import torch
 
 from gluefl import models, populations
 from gluefl.clients.evaluation import METRICS
-from gluefl.clients.rules import LocalSGD
 from gluefl.config import Config, to_toml
-from gluefl.config.tables import part, sampler, server_optimizer, strategy_of
+from gluefl.config.tables import local_rule, part, sampler, server_optimizer, strategy_of
 from gluefl.core.averaging import Averaging
 from gluefl.core.sampling import Sampler
 from gluefl.errors import UsageError
@@ -61,7 +60,7 @@ def build_setting(config: Config, clients: int) -> Setting:
     evaluation = config.evaluation
     return Setting(
         seed=config.seed,
-        training=part(LocalSGD, config.training),
+        training=local_rule(config.training, min(1.0, config.sampling.cohort / clients)),
         server=server_optimizer(config.server),
         averaging=Averaging(config.server.average),
         importance=config.sampling.importance,
