@@ -27,7 +27,7 @@ LAYERS = [
     {"wire"},
     {"strategies"},
     {"core"},
-    {"clients"},
+    {"clients", "privacy"},
     {"storage"},
     {"config"},
     {"simulation", "flower"},  # the two faces, which do not know each other
@@ -46,6 +46,7 @@ CORNERS = {
     "PIL": ["populations/"],
     "pyarrow": ["populations/"],
     "datasets": ["populations/"],
+    "dp_accounting": ["privacy/"],
 }
 
 

@@ -106,7 +106,7 @@ def test_these_are_all_files_of_a_run(crashed) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_damage_gives_another_result(name, crashed, whole, tmp_path) -> None:
-    rng, size_bytes = random.Random(name), (crashed / name).stat().st_size
+    rng, size_bytes = random.Random(name), (crashed / name).stat().st_size  # noqa: S311 - bits to flip
     damages = [partial(flip, bit=rng.randrange(8 * size_bytes)) for _ in range(3)]
     damages += [lambda path: os.truncate(path, size_bytes // 2), Path.unlink]
     for number, damage in enumerate(damages):

@@ -51,6 +51,11 @@ def test_a_codec_of_its_own_sends_a_byte_per_value(own) -> None:
     assert own["quantised"].summary["mean_accuracy"] > 0.2
 
 
+def test_privacy_spends_something() -> None:
+    names = run("docs/privacy.md")
+    assert 4 < names["spent"] < 15  # one participation with noise 1 is 4.4; three are the most
+
+
 @pytest.mark.parametrize("name", ["adaptive", "remote"])
 def test_parts_of_ones_own_learn(own, name) -> None:
     losses = [line["loss"] for line in own[name].journal]

@@ -779,7 +779,7 @@ def test_build_names_what_is_wrong(tmp_path, monkeypatch):
         build("femnits")
     with pytest.raises(UsageError, match=r"no option 'min_sample' .did you mean 'min_samples'"):
         build("femnist", min_sample=3)
-    with pytest.raises(UsageError, match="min_samples must be a int like 22, found '22'"):
+    with pytest.raises(UsageError, match="min_samples must be a whole number, found '22'"):
         build("femnist", path=tmp_path, min_samples="22")
     with pytest.raises(UsageError, match="clients must be"):
         build("femnist", path=tmp_path, clients=2.5)

@@ -374,7 +374,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path) -> None:
     ("change", "says"),
     [
         ({"seed": -1}, "seed: input should be greater than or equal to 0; found -1"),
-        ({"seed": 2**63}, "seed: input should be less than 9223372036854775808"),
+        ({"seed": 2**63}, "seed: input should be less than or equal to 9223372036854775807"),
         ({"sampler": Sticky(4, 40, 3)}, "only 0 clients are outside"),
         ({"sampler": Uniform(41)}, "population of 40"),
         ({"model": nn.ReLU()}, "no trainable parameter"),

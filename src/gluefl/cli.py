@@ -17,6 +17,8 @@ from gluefl.errors import GlueFLError
 from gluefl.experiments.bench.commands import bench
 from gluefl.experiments.theory.commands import plan
 
+LARGE = "training.batch, evaluation.batch, sampling.cohort, population.clients or the model's size"
+
 
 class Program(click.Group):
     """Prints every error that a user can cause as one message and exits with its code; other exceptions are bugs."""
@@ -33,11 +35,24 @@ class Program(click.Group):
             ctx.exit(1)
         except BrokenPipeError:
             ctx.exit(1)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_memory(error):
+                raise
+            click.echo(f"gluefl: out of memory: {_first_line(error)}. Lower {LARGE}.", err=True)
+            ctx.exit(1)
         except OSError as error:
             path = f"{error.filename}: " if error.filename else ""
             hint = ". Free some space and go on with --resume" if error.errno == errno.ENOSPC else ""
             click.echo(f"gluefl: {path}{error.strerror or error}{hint}.", err=True)
             ctx.exit(1)
+
+
+def _is_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "alloc" in str(error) or "out of memory" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["an array could not be made"])[0].rstrip(".")
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,7 +71,7 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def invoked(*args: Any, sets: tuple[str, ...], skip_broken: bool, trainer: str | None, **rest: Any) -> Any:
         short = ["population.skip_broken=true"] if skip_broken else []
-        short += [f"training.trainer={trainer}"] if trainer else []
+        short += [f"training.trainer={trainer}"] if trainer is not None else []
         return command(*args, sets=(*sets, *short), **rest)
 
     decorated: Callable[..., Any] = invoked

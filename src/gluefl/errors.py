@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 def nearest(word: str, valid: Iterable[str]) -> str:
     """The closest of the valid words, as the end of a message; empty if none is close."""
-    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(word), list(valid), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -50,18 +50,21 @@ def _path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+LARGEST = 3.4e38  # numbers enter computations in float32
+MOST = 2**63 - 1  # and whole numbers those in 64 bits
+
 # No bool is a number, no text is a number, and no number is infinite or nan (`Parameters.model_config`).
-Positive = Annotated[float, Field(gt=0), BeforeValidator(_real)]
-NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_real)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST), BeforeValidator(_real)]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST), BeforeValidator(_real)]
 Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(_real)]
 OpenShare = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_real)]
 ClosedShare = Annotated[float, Field(ge=0, le=1), BeforeValidator(_real)]
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_real)]  # of a moving average, or a momentum
-AtLeastOne = Annotated[float, Field(ge=1), BeforeValidator(_real)]
+AtLeastOne = Annotated[float, Field(ge=1, le=LARGEST), BeforeValidator(_real)]
 Range = Annotated[tuple[Positive, Positive], Strict(False)]  # lowest and highest; a list is stored as a tuple
-Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-NonNegativeCount = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
-Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=1, le=MOST), BeforeValidator(_whole)]
+NonNegativeCount = Annotated[int, Field(ge=0, le=MOST), BeforeValidator(_whole)]
+Seed = Annotated[int, Field(ge=0, le=MOST), BeforeValidator(_whole)]
 File = Annotated[str, BeforeValidator(_path)]
 
 
@@ -172,6 +175,12 @@ def checked(kind: Kind) -> Kind:
     return kind
 
 
+def check_inherited(instance: Any, kind: type) -> None:
+    """Check the parameters that an object inherits from a checked dataclass, unless its own class checks all."""
+    if MODEL not in vars(type(instance)):
+        _check(instance, model_of(kind))
+
+
 def _check(instance: Any, model: type[Parameters]) -> None:
     problems: list[Problem] = []
     try:
@@ -183,7 +192,7 @@ def _check(instance: Any, model: type[Parameters]) -> None:
     try:
         rules = instance.problems() if hasattr(instance, "problems") else ()
         problems += [Problem("", message) for message in rules]
-    except (AttributeError, TypeError, ValueError):
+    except Exception:
         if not problems:  # otherwise a rule met a value that is refused already
             raise
     if problems:

@@ -12,7 +12,7 @@ from gluefl.accel.streams import moved
 from gluefl.accel.threads import submit
 from gluefl.clients.cohort import Cohort, Job, Outcome, Trainer
 from gluefl.clients.rules import LocalRule
-from gluefl.errors import DataError
+from gluefl.errors import DataError, UsageError
 from gluefl.populations import Population, Samples
 from gluefl.randomness import stream
 
@@ -68,10 +68,17 @@ class LocalEngine:
     def _samples(self, clients: Sequence[int]) -> dict[int, Samples]:
         """The clients' samples. For a GPU, missing ones are produced on all cores, then copied and cached."""
         if self.device.type == "cpu":
-            return {client: self.population.train(client) for client in clients}
+            return {client: self._own(client) for client in clients}
         cached = {client: self.cache[client] for client in clients if client in self.cache}
-        futures = {client: submit(self.population.train, client) for client in clients if client not in cached}
+        futures = {client: submit(self._own, client) for client in clients if client not in cached}
         return cached | {client: self._moved(client, future) for client, future in futures.items()}
+
+    def _own(self, client: int) -> Samples:
+        samples = self.population.train(client)
+        if not hasattr(samples, "inputs") or not hasattr(samples, "labels"):
+            kind = type(self.population).__name__
+            raise UsageError(f"{kind}.train({client}) returned a {type(samples).__name__}; needed gluefl.Samples.")
+        return samples
 
     def _moved(self, client: int, future: "Future[Samples]") -> Samples:
         samples = future.result()
@@ -84,4 +91,10 @@ class LocalEngine:
         if not len(samples):
             raise DataError(f"client {client} has no samples to train on: leave it out of the population.")
         rng = stream(self.seed, "batches", round, client)
-        return Job(client, samples, self.rule.batches(rng, len(samples)), seed=int(rng.integers(2**31)))
+        batches = self.rule.batches(rng, len(samples))
+        if batches.dim() != 2 or not batches.numel():
+            raise UsageError(
+                f"{type(self.rule).__name__} made batches of shape {tuple(batches.shape)} for client {client}; needed "
+                "(steps, batch), both at least 1: check its steps, epochs and batch."
+            )
+        return Job(client, samples, batches, seed=int(rng.integers(2**31)))

@@ -25,8 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gluefl.parameters import Count, Decay, NonNegative, Positive, Share, checked
+from gluefl.errors import UsageError
+from gluefl.parameters import Count, Decay, NonNegative, Positive, Share, check_inherited, checked
 
+MOST_SAMPLES = 10**8  # of a client in a round: their indices are listed
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) → mean loss of the batch
 
 
@@ -112,6 +114,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "steps", 10)
+        check_inherited(self, Schedule)
 
     def problems(self) -> Iterator[str]:
         """Steps and epochs are two units of one length."""
@@ -132,6 +135,11 @@ class Schedule:
         """Indices of (steps, batch): consecutive slices of concatenated permutations, so that every batch is
         full and every sample is seen once a pass."""
         steps = self.steps_for(samples)
+        if steps * self.batch > MOST_SAMPLES:
+            raise UsageError(
+                f"{steps} steps of {self.batch} samples are {steps * self.batch} samples for a client and round; at "
+                f"most {MOST_SAMPLES} can be drawn: lower steps, epochs or batch."
+            )
         passes = -(-steps * self.batch // samples)
         order = np.concatenate([rng.permutation(samples) for _ in range(passes)])
         return torch.from_numpy(order[: steps * self.batch].reshape(steps, self.batch))

@@ -3,26 +3,30 @@
 The tables of parts with a dataclass of their own (`tables.py`) are derived from it.
 """
 
-import tomllib
+import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PlainValidator, ValidationError
 
+from gluefl.config.raw import merged as merged
+from gluefl.config.raw import read as read
+from gluefl.config.raw import with_sets as with_sets
 from gluefl.errors import UsageError, nearest
 from gluefl.parameters import (
     Count,
     NonNegativeCount,
     ParameterError,
     Parameters,
-    Positive,
     Seed,
     Share,
     problems_of,
     written,
 )
 from gluefl.storage import toml
+
+Gigabytes = Annotated[float, Field(gt=0, le=10**9)]
+LABEL = re.compile(r"\w[\w .,=+%()-]{0,99}")  # names a folder
 
 COMPARED = ("fedavg", "stc", "apf", "gluefl", "lean")  # where `[compare]` names none
 
@@ -87,8 +91,8 @@ class Checkpoint(Parameters):
 class Residuals(Parameters):
     """`[residuals]`: where the clients' error-compensation memories lie."""
 
-    memory_gb: Positive = 0.3
-    device_gb: Positive | None = None  # of a GPU's memory; a third of what is free at the start if none is given
+    memory_gb: Gigabytes = 0.3
+    device_gb: Gigabytes | None = None  # of a GPU's memory; a third of what is free at the start if none is given
     half: bool = False
 
 
@@ -109,47 +113,6 @@ class Config(Parameters):
     wire: Wire = Field(default_factory=Wire)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     residuals: Residuals = Field(default_factory=Residuals)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A TOML file as it is."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read the configuration {path}: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}.") from error
-
-
-def with_sets(raw: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """Apply `key=value` assignments: dotted keys, TOML values (a bare word is a string)."""
-    result = merged({}, raw)
-    for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals or not key.strip():
-            raise UsageError(f"--set {assignment}: write it as key=value, for example --set training.lr=0.05.")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
-        *tables, name = key.strip().split(".")
-        nested: dict[str, Any] = {name: value}
-        for table in reversed(tables):
-            nested = {table: nested}
-        result = merged(result, nested)
-    return result
-
-
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Two trees, the second on top of the first."""
-    result = {key: merged({}, value) if isinstance(value, Mapping) else value for key, value in base.items()}
-    for key, value in over.items():
-        if isinstance(value, Mapping):
-            below = result.get(key)
-            result[key] = merged(below if isinstance(below, Mapping) else {}, value)
-        else:
-            result[key] = value
-    return result
 
 
 def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Config:
@@ -191,26 +154,19 @@ def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[
     from gluefl.config.tables import parameters_of
     from gluefl.strategies.registry import ROWS
 
-    compare = dict(raw.get("compare", {}))
-    labels = compare.pop("strategies", list(COMPARED))
-    if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
-        raise UsageError('compare.strategies must be a list of names, for example ["fedavg", "gluefl"].')
-    unknown = sorted(set(compare) - set(labels))
-    if unknown:
-        raise UsageError(
-            f"[compare.{unknown[0]}] belongs to none of compare.strategies = {labels}{_meant(unknown[0], labels)}."
-        )
+    compare, labels = _compared(raw.get("compare", {}))
     base = {key: value for key, value in raw.items() if key != "compare"}
-    shared = dict(base.pop("strategy", {}))
+    shared = _table(base.pop("strategy", {}), "strategy")
     shared.pop("name", None)
     result, taken, strategies = {}, set[str](), dict[str, str]()
     for label in labels:
-        strategies[label] = compare.get(label, {}).get("strategy", {}).get("name", label)
-    if any(name in ROWS and ROWS[name].initial == "known" for name in strategies.values()):
+        own = _table(compare.get(label, {}), f"compare.{label}")
+        strategies[label] = _table(own.get("strategy", {}), f"compare.{label}.strategy").get("name", label)
+    if any(row.initial == "known" for name, row in ROWS.items() if name in strategies.values()):
         base = merged({"wire": {"initial": "known"}}, base)
     for label, name in strategies.items():
         own = compare.get(label, {})
-        if name not in ROWS:
+        if not isinstance(name, str) or name not in ROWS:
             raise UsageError(
                 f"compare: '{label}' is no strategy{_meant(label, ROWS)}; a label of your own needs "
                 f'[compare.{label}.strategy] name = "…".'
@@ -222,6 +178,32 @@ def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[
     if left := sorted(shared.keys() - taken):
         raise UsageError(f"strategy.{left[0]} is a parameter of none of the compared strategies ({', '.join(labels)}).")
     return result
+
+
+def _compared(compare: Any) -> tuple[dict[str, Any], list[str]]:
+    """The tables of `[compare]` by label, and the labels. A label names a folder, and must not lead out of another."""
+    tables = _table(compare, "compare")
+    labels = tables.pop("strategies", list(COMPARED))
+    if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
+        raise UsageError('compare.strategies must be a list of names, for example ["fedavg", "gluefl"].')
+    if wrong := [label for label in labels if not LABEL.fullmatch(label)]:
+        raise UsageError(
+            f"compare.strategies: {wrong[0]!r} cannot name a folder. Begin with a letter or digit, use up to 100 "
+            "letters, digits, spaces and any of . , = + % ( ) -"
+        )
+    if len(set(labels)) < len(labels):
+        raise UsageError(f"compare.strategies = {labels}: each label may stand there once.")
+    if unknown := sorted(set(tables) - set(labels)):
+        raise UsageError(
+            f"[compare.{unknown[0]}] belongs to none of compare.strategies = {labels}{_meant(unknown[0], labels)}."
+        )
+    return tables, labels
+
+
+def _table(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{name} = {value!r}: it must be a table, [{name}].")
+    return dict(value)
 
 
 def to_toml(config: Config) -> str:

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gluefl.parameters import Decay, Positive, checked
 from gluefl.strategies import Space
 from gluefl.vectors.sparse import Masked, Sparse
 
+Adaptivity = Annotated[float, Field(gt=0, le=1e18)]  # τ; its square must fit into float32
 Moments = tuple[Tensor, Tensor]  # m, v
 
 
@@ -69,7 +71,7 @@ class Adam:
     lr: Positive = 0.01
     beta_1: Decay = 0.9
     beta_2: Decay = 0.99
-    tau: Positive = 1e-3
+    tau: Adaptivity = 1e-3
 
     def init(self, space: Space) -> Moments:
         """The moments before round 1."""
@@ -88,7 +90,7 @@ class Yogi:
     lr: Positive = 0.01
     beta_1: Decay = 0.9
     beta_2: Decay = 0.99
-    tau: Positive = 1e-3
+    tau: Adaptivity = 1e-3
 
     def init(self, space: Space) -> Moments:
         """The moments before round 1."""
@@ -107,7 +109,7 @@ class Adagrad:
 
     lr: Positive = 0.1
     beta_1: Decay = 0.0
-    tau: Positive = 1e-3
+    tau: Adaptivity = 1e-3
 
     def init(self, space: Space) -> Moments:
         """The moments before round 1."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from gluefl.config import Config, to_toml
 from gluefl.errors import UsageError
 from gluefl.experiments.runs import CONFIG, FAILURE, SUMMARY
+from gluefl.parameters import MOST
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class RunSpec:
     def is_started(self) -> bool:
         """Whether the folder holds a run of exactly this configuration."""
         config = self.folder / CONFIG
-        return config.exists() and config.read_text("utf-8", "replace") == to_toml(self.config)
+        return config.exists() and config.read_bytes() == to_toml(self.config).encode()
 
     def is_done(self) -> bool:
         """Whether that run has ended: finished, or diverged, which it would do again."""
@@ -36,8 +37,10 @@ class RunSpec:
 
 def expand(variants: Mapping[str, Config], seeds: Sequence[int], out: Path, single: bool = False) -> list[RunSpec]:
     """Every variant with every seed, in `out/<label>-<seed>/`; a single run in `out` itself."""
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise UsageError(f"seeds {', '.join(map(str, seeds))}: each must be a whole number from 0 up, and different.")
+    if not seeds or min(seeds) < 0 or max(seeds) > MOST or len(set(seeds)) < len(seeds):
+        raise UsageError(
+            f"seeds {', '.join(map(str, seeds))}: each must be a whole number from 0 to {MOST}, and different."
+        )
     return [
         RunSpec(label, seed, out if single else out / f"{label}-{seed}", config.model_copy(update={"seed": seed}))
         for seed in seeds

@@ -105,7 +105,7 @@ class _Worker:
 
 def _start(spec: RunSpec, placement: tuple[str, str, str], display: RunProgress) -> _Worker:
     stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed when the run has ended
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - a module of our own, without a shell
         [sys.executable, "-m", "gluefl.experiments.worker", str(spec.folder), *placement],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

@@ -193,7 +193,7 @@ class JournalTail:
         self._offset += len(complete)
         try:
             lines = [json.loads(line) for line in complete.splitlines()]
-        except ValueError:  # damage by a crash, which the resumed run removes
+        except (ValueError, RecursionError):  # damage by a crash, which the resumed run removes
             return replaced, []
         return replaced, [line for line in lines if all(key in line for key in REQUIRED)]
 
@@ -203,14 +203,14 @@ def _config(path: Path) -> tuple[dict[str, Any], list[str]]:
         return flattened(tomllib.loads(path.read_text(encoding="utf-8"))), []
     except FileNotFoundError:
         return {}, ["there is no config.toml"]
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+    except (OSError, ValueError, RecursionError):
         return {}, ["config.toml cannot be read"]
 
 
 def _summary(path: Path) -> dict[str, Any]:
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     needed = {"model_bytes", "reached_round", "target"}
     return summary if isinstance(summary, dict) and needed <= summary.keys() else {}

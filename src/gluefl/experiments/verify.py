@@ -69,7 +69,7 @@ def _run(run: Path) -> Iterator[Check]:
         newest is None
         and rounds > 0
         and not (run / SUMMARY).exists()
-        and not (run / CHECKPOINT / "state.json").exists()
+        and not (run / CHECKPOINT / checkpoint.OLD).exists()
     )
     yield from journal
     if newest is not None and rounds < newest and journal[0].damage is None:
@@ -110,8 +110,12 @@ def _lines(run: Path, name: str) -> Check:
 def _checkpoints(run: Path) -> Iterator[Check]:
     """Manifests, tensors and records of all checkpoints."""
     folder = run / CHECKPOINT
-    if (folder / "state.json").exists():
-        yield Check(run, f"{CHECKPOINT}/state.json", "nothing: its format has no checksums")
+    if (folder / checkpoint.OLD).exists():
+        yield Check(run, f"{CHECKPOINT}/{checkpoint.OLD}", "nothing: its format has no checksums")
+    for path in sorted(folder.glob("state-*.safetensors")):
+        if not path.with_suffix(".json").exists() and not (folder / checkpoint.OLD).exists():
+            lost = "missing: lost, or the run was killed while it wrote this checkpoint"
+            yield Check(run, f"{CHECKPOINT}/{path.stem}.json", "existence", lost)
     for round in reversed(checkpoint.rounds_in(folder)):
         name = f"{CHECKPOINT}/state-{round}"
         try:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
+from pydantic import Field
 
 from gluefl.fleet.availability import Always, Availability, Diurnal, RecordedSessions
 from gluefl.fleet.compute import MeasuredCompute
@@ -15,9 +16,10 @@ from gluefl.fleet.networks import MEASURED, Measured, Network, RecordedSpeeds, U
 from gluefl.fleet.noise import Floats, Ints
 from gluefl.fleet.traces import lines
 from gluefl.fleet.trips import Trip
-from gluefl.parameters import File, NonNegative, OneOf, Positive, Range, Seed, checked
+from gluefl.parameters import File, NonNegative, OneOf, Range, Seed, checked
 
 NETWORKS = (*MEASURED, "uniform", "file")
+Factor = Annotated[float, Field(ge=1e-9, le=1e9)]
 AVAILABILITIES = ("always", "diurnal", "file")
 MEGABITS_PER_BYTE = 8e-6
 REMEMBERED = 1 << 16  # clients whose speeds are kept
@@ -44,10 +46,10 @@ class Fleet:
     network: Annotated[str, OneOf(NETWORKS)] = "edge"
     availability: Annotated[str, OneOf(AVAILABILITIES)] = "diurnal"
     seed: Seed = 0
-    down_factor: Positive = 1.0  # the authors' runs: 0.8
-    up_factor: Positive = 1.0  # the authors' runs: 1.2
-    compute_factor: Positive = 1.0  # the authors' runs: 0.4
-    model_cost: Positive = 1.0  # time per sample of this model against that of the table
+    down_factor: Factor = 1.0  # the authors' runs: 0.8
+    up_factor: Factor = 1.0  # the authors' runs: 1.2
+    compute_factor: Factor = 1.0  # the authors' runs: 0.4
+    model_cost: Factor = 1.0  # time per sample of this model against that of the table
     latency_s: NonNegative = 0.0  # added once per direction
     uniform_down_mbps: Range = (40.0, 40.0)
     uniform_up_mbps: Range = (15.0, 15.0)

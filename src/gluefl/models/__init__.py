@@ -25,6 +25,9 @@ NAMES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+MOST = 10**7  # classes or channels
+
+
 def build(name: str, classes: int = 62, channels: int = 3, **options: object) -> nn.Module:
     """A fresh model by its name: `build("resnet34", classes=35, channels=1, stem="3x3")`.
 
@@ -39,8 +42,8 @@ def build(name: str, classes: int = 62, channels: int = 3, **options: object) ->
             has = f"It takes: {', '.join(valid)}" if valid else "It takes none"
             raise UsageError(f"model {name!r} has no option {option!r}{nearest(option, valid)}. {has}")
     for label, count in (("classes", classes), ("channels", channels)):
-        if not isinstance(count, int) or count < 1:
-            raise UsageError(f"model {name!r} needs {label} to be a whole number from 1 up, found {count!r}")
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST:
+            raise UsageError(f"model {name!r} needs {label} to be a whole number from 1 to {MOST}, found {count!r}")
     return NAMES[name](classes, channels, **options)
 
 

@@ -5,6 +5,8 @@ from torch import Tensor, nn
 
 from gluefl.errors import UsageError
 
+LARGEST_SIZE = 2**16  # of a layer
+
 
 def char_lstm(
     classes: int,
@@ -20,8 +22,12 @@ def char_lstm(
     `unrolled=True` it is an explicit loop over time with the same weights, slower alone but stackable.
     """
     for label, count in (("embedding", embedding), ("hidden", hidden), ("layers", layers)):
-        if not isinstance(count, int) or count < 1:
-            raise UsageError(f"model 'char_lstm' needs {label} to be a whole number from 1 up, found {count!r}")
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= LARGEST_SIZE:
+            raise UsageError(
+                f"model 'char_lstm' needs {label} to be a whole number from 1 to {LARGEST_SIZE}, found {count!r}"
+            )
+    if not isinstance(unrolled, bool):
+        raise UsageError(f"model 'char_lstm' needs unrolled to be true or false, found {unrolled!r}")
     return CharLSTM(classes, embedding, hidden, layers, unrolled)
 
 

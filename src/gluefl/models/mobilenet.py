@@ -25,7 +25,7 @@ def mobilenet_v2(classes: int, channels: int, dropout: float = 0.0) -> nn.Module
     Published with a dropout of 0.2 before the classifier. Here it is off unless asked for: training is a
     function of (seed, round, client) alone, and a mask from torch's generator would depend on the engine.
     """
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise UsageError(f"model 'mobilenet_v2' needs dropout to be at least 0 and below 1, found {dropout!r}")
     features: list[nn.Module] = [_conv(channels, STEM, kernel=3, stride=2)]
     inputs = STEM

@@ -6,6 +6,8 @@ from torch import nn
 
 from gluefl.errors import UsageError
 
+LARGEST_SIZE = 2**16  # of a side or a width: above it no model fits into memory
+
 
 def mlp(classes: int, channels: int, side: int = 28, hidden: int = 64) -> nn.Module:
     """One hidden layer over all pixels; `side` is the width and height of the images."""
@@ -71,5 +73,6 @@ def _halving(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
 
 
 def _at_least(model: str, option: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise UsageError(f"model {model!r} needs {option} to be a whole number from {least} up, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
+        needed = f"a whole number from {least} to {LARGEST_SIZE}"
+        raise UsageError(f"model {model!r} needs {option} to be {needed}, found {value!r}")

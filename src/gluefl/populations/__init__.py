@@ -2,8 +2,9 @@
 
 import importlib
 import inspect
+import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, get_args, get_origin
 
 from torch import Tensor
 
@@ -16,6 +17,14 @@ class Samples:
 
     inputs: Tensor
     labels: Tensor
+
+    def __post_init__(self) -> None:
+        for name, values in (("inputs", self.inputs), ("labels", self.labels)):
+            if not isinstance(values, Tensor) or not values.dim():
+                shown = "a tensor without dimensions" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+                raise UsageError(f"Samples need {name} as one tensor with a row per sample; found {shown}.")
+        if len(self.inputs) != len(self.labels):
+            raise UsageError(f"Samples need a label per input; found {len(self.inputs)} and {len(self.labels)}.")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -65,6 +74,14 @@ class Population(Protocol):
         ...
 
 
+MOST = 2**63 - 1
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    os.PathLike: "a path",
+}
 LOADERS = {
     "glyphs": "glyphs:Glyphs",
     "glyphs_skewed": "glyphs:SkewedGlyphs",
@@ -96,19 +113,29 @@ def build(name: str, clients: int | None = None, seed: int = 0, **options: objec
             raise UsageError(
                 f"population {name!r} has no option {option!r}{nearest(option, valid)}. It takes: {', '.join(valid)}"
             )
-        _check_type(name, option, value, valid[option].default)
+        _check_type(name, option, value, valid[option].annotation)
     if clients is not None:
-        _check_type(name, "clients", clients, 1)
+        _check_type(name, "clients", clients, int)
         options["clients"] = clients
     population: Population = loader(seed=seed, **options)
     return population
 
 
-def _check_type(population: str, option: str, value: object, default: object) -> None:
-    """Against the default's type: `min_samples = "22"` is an error of usage, not a traceback later."""
-    if default is inspect.Parameter.empty or default is None or value is default:
+def _check_type(population: str, option: str, value: object, declared: Any) -> None:
+    """Against the annotation: `min_samples = "22"` is an error of usage, not a traceback later."""
+    members = get_args(declared) or (declared,)
+    kinds = {get_origin(member) or member for member in members} - {type(None)}
+    if not kinds <= set(WORDS):  # arrays, or an object of another library
+        if isinstance(value, str | bool | int | float) and Any not in kinds:
+            raise UsageError(f"population {population!r}: {option} cannot be given in a file; found {value!r}")
         return
-    wanted = (int, float) if isinstance(default, float) else type(default)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and not isinstance(default, bool)):
-        needed = "a number" if isinstance(default, float) else f"a {type(default).__name__} like {default!r}"
+    if value is None and type(None) in members:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST
+    if isinstance(value, bool | str | os.PathLike):
+        fits = any(isinstance(value, kind) for kind in kinds if kind is not int or not isinstance(value, bool))
+    else:
+        fits = number and (float in kinds or (int in kinds and isinstance(value, int)))
+    if not fits:
+        needed = " or ".join(sorted({WORDS[kind] for kind in kinds}))
         raise UsageError(f"population {population!r}: {option} must be {needed}, found {value!r}")

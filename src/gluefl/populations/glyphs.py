@@ -94,6 +94,17 @@ class Hand:
     warp: Floats  # (62, 2, KNOTS, KNOTS) pixels, the hand's own plus each character's
 
 
+LIMITS = {  # of the knobs: whole numbers, unless the highest is a float
+    "clients": (1, 2**63 - 1), "seed": (0, 2**63 - 1), "label_skew": (1e-9, 1e3), "difficulty": (0, 3.0),
+    "mislabelled": (0, 1.0), "median_samples": (FEWEST, MOST), "test_samples": (1, 10**6), "cache_mb": (0, 10**9),
+}  # fmt: skip
+
+
+def _fits(value: object, low: float, high: float) -> bool:
+    kinds = (int, float) if isinstance(high, float) else (int,)
+    return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+
+
 @dataclass(frozen=True)
 class Glyphs:
     """Generated writers: `Glyphs(clients=100).train(7)`. Client i depends on (seed, i) and the knobs only.
@@ -114,20 +125,8 @@ class Glyphs:
     lock: Any = field(init=False, repr=False, compare=False)  # several threads may produce samples
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} = {getattr(self, name)}, needed {need}"
-            for name, need, fine in (
-                ("clients", "at least 1", self.clients >= 1),
-                ("seed", "0 or more", self.seed >= 0),
-                ("label_skew", "above 0 and at most 1000", 0 < self.label_skew <= 1000),
-                ("difficulty", "0 to 3", 0 <= self.difficulty <= 3),
-                ("mislabelled", "0 to 1", 0 <= self.mislabelled <= 1),
-                ("median_samples", f"{FEWEST} to {MOST}", FEWEST <= self.median_samples <= MOST),
-                ("test_samples", "at least 1", self.test_samples >= 1),
-                ("cache_mb", "0 or more", self.cache_mb >= 0),
-            )
-            if not fine
-        ]
+        knobs = [(name, getattr(self, name), *limits) for name, limits in LIMITS.items()]
+        wrong = [f"{name} = {x}, needed {low} to {high:g}" for name, x, low, high in knobs if not _fits(x, low, high)]
         if wrong:
             raise UsageError("the population glyphs cannot be made: " + "; ".join(wrong))
         cache = LRUCache[int, Samples](self.cache_mb * 2**20, getsizeof=lambda samples: samples.nbytes)

@@ -53,6 +53,8 @@ def load(
         files.check_channels(channels)
     parts: list[tuple[int | None, Any]]  # with the number of a partition
     if partitioner is not None:
+        if not hasattr(partitioner, "load_partition"):
+            raise UsageError(f"population 'huggingface': partitioner is an object of Flower; found {partitioner!r}")
         parts = [(i, partitioner.load_partition(i)) for i in range(partitioner.num_partitions)]
     else:
         dataset, test_dataset = _opened(dataset, split, test_split, test_dataset)

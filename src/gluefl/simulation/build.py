@@ -13,7 +13,9 @@ from gluefl.config import Config, to_toml
 from gluefl.config.tables import part, sampler, server_optimizer, strategy_of
 from gluefl.core.averaging import Averaging
 from gluefl.core.sampling import Sampler
+from gluefl.errors import UsageError
 from gluefl.fleet import Arrivals, Devices, Fleet, Instant
+from gluefl.simulation.arguments import first_samples, unfit
 from gluefl.simulation.run import Result, train
 from gluefl.simulation.settings import Evaluation, Options, Setting
 
@@ -28,32 +30,17 @@ def run(config: Config, options: Options) -> Result:
     )
     if skipped := getattr(population, "skipped", 0):
         print(f"{skipped} broken samples of {config.population.name} are left out", file=sys.stderr)
-    evaluation, device_gb = config.evaluation, config.residuals.device_gb
+    device_gb, setting = config.residuals.device_gb, build_setting(config, population.clients)
+    model = build_model(config, population.classes, population.shape)
+    if reason := unfit(model, population, setting, first_samples(population)):
+        raise UsageError(f"model '{config.model.name}' does not fit population '{config.population.name}': {reason}.")
     return train(
-        build_model(config, population.classes, population.shape),
+        model,
         population,
         strategy_of(config.strategy, config.wire),
         sampler=build_sampler(config),
         rounds=config.rounds,
-        setting=Setting(
-            seed=config.seed,
-            training=part(LocalSGD, config.training),
-            server=server_optimizer(config.server),
-            averaging=Averaging(config.server.average),
-            importance=config.sampling.importance,
-            devices=build_devices(config, population.clients),
-            arrivals=part(Arrivals, config.fleet),
-            initial=config.wire.initial,
-            evaluation=Evaluation(
-                every=evaluation.every,
-                average=evaluation.average,
-                metric=METRICS[evaluation.metric],
-                batch=evaluation.batch,
-                target=config.target,
-                stop_at_target=evaluation.stop_at_target,
-                clients=evaluation.clients,
-            ),
-        ),
+        setting=setting,
         options=replace(
             options,
             description=to_toml(config),
@@ -69,9 +56,35 @@ def run(config: Config, options: Options) -> Result:
     )
 
 
+def build_setting(config: Config, clients: int) -> Setting:
+    """What a configuration says beside model, population, strategy and sampler."""
+    evaluation = config.evaluation
+    return Setting(
+        seed=config.seed,
+        training=part(LocalSGD, config.training),
+        server=server_optimizer(config.server),
+        averaging=Averaging(config.server.average),
+        importance=config.sampling.importance,
+        devices=build_devices(config, clients),
+        arrivals=part(Arrivals, config.fleet),
+        initial=config.wire.initial,
+        evaluation=Evaluation(
+            every=evaluation.every,
+            average=evaluation.average,
+            metric=METRICS[evaluation.metric],
+            batch=evaluation.batch,
+            target=config.target,
+            stop_at_target=evaluation.stop_at_target,
+            clients=evaluation.clients,
+        ),
+    )
+
+
 def build_model(config: Config, classes: int, shape: tuple[int, ...]) -> torch.nn.Module:
     """The model of a configuration with weights that depend on its seed alone."""
     options: dict[str, Any] = dict(config.model.model_extra or {})
+    if taken := sorted(options.keys() & {"classes", "channels"}):
+        raise UsageError(f"model.{taken[0]} follows from the population: remove it.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return models.build(config.model.name, classes=classes, channels=shape[0], **options)

@@ -14,11 +14,14 @@ def device_of(name: str) -> torch.device:
     """A device that can be used here, by its name."""
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("its tensors have shapes and no values")
         torch.zeros(1, device=device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # streams, graphs and kernels use the current device
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # every backend has errors of its own
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise UsageError(f"device '{name}' cannot be used here: {reason}. Use cpu, or cuda with a GPU.") from error
     return device
 
 

@@ -5,12 +5,10 @@ import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from gluefl import wire
@@ -22,10 +20,10 @@ from gluefl.clients.trainers.choice import choose
 from gluefl.core.averaging import Averaging
 from gluefl.core.sampling import Pool, Sampler, Sticky, Uniform
 from gluefl.core.server import Core, State, start
-from gluefl.errors import DataError, UsageError
-from gluefl.parameters import Has, NonNegativeCount, check
+from gluefl.errors import DataError
 from gluefl.populations import Population
 from gluefl.randomness import stream
+from gluefl.simulation.arguments import check_arguments, explained, load_weights
 from gluefl.simulation.channel import Encoded, Measured
 from gluefl.simulation.fingerprint import fingerprint
 from gluefl.simulation.folder import CHECKPOINT, JOURNAL, RunFolder, describe
@@ -80,15 +78,15 @@ def train(
     >>> result = gluefl.train(model, Glyphs(clients=300), GlueFL(), sampler=Sticky(10, 40, 8), rounds=50)
     >>> result.summary["down_bytes"]
     """
-    _check_arguments(model, population, sampler, rounds, setting, options)
+    check_arguments(model, population, sampler, rounds, setting, options)
     setting, options = setting or Setting(), options or Options()
     device = device_of(options.device)
     module = copy.deepcopy(model).to(device)
     if setting.initial_weights is not None:
-        _load_weights(module, setting.initial_weights)
+        load_weights(module, setting.initial_weights)
     chosen = sampler or _default_sampler(strategy, population.clients)
     description = describe(module, population, strategy, chosen, setting, options)
-    with resources(), ExitStack() as held:
+    with resources(), explained(model, population, setting), ExitStack() as held:
         sim, state = _assemble(module, population, strategy, chosen, setting, options, description)
         folder, journal = None, Journal()
         if options.folder is not None:
@@ -112,19 +110,6 @@ def train(
         if folder is not None:
             folder.finish(named, summary)
     return Result(module.cpu().eval(), journal, summary)
-
-
-def _check_arguments(*arguments: Any) -> None:
-    """Refuse arguments of `train` that cannot be used, all of them in one message."""
-    kinds: dict[str, Any] = {
-        "model": nn.Module,
-        "population": Annotated[Any, Has(("clients", "classes", "shape", "size", "train", "test", "transform"))],
-        "sampler": Annotated[Any, Has(("cohort", "check", "init", "invite", "next_state"))] | None,
-        "rounds": NonNegativeCount,
-        "setting": Setting | None,
-        "options": Options | None,
-    }
-    check("train", **{name: (kind, value) for (name, kind), value in zip(kinds.items(), arguments, strict=True)})
 
 
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
@@ -240,10 +225,3 @@ def _percentiles(evaluator: Evaluator, state: State, population: Population, cou
     clients = stream(seed, "percentiles").permutation(population.clients)[:count].tolist()
     accuracies = evaluator.clients(*state.model, clients)
     return {f"p{p}": float(np.percentile(accuracies, p)) for p in (5, 10, 25, 50, 75, 90, 95)}
-
-
-def _load_weights(module: nn.Module, path: Path | str) -> None:
-    try:
-        module.load_state_dict(load_file(path))
-    except Exception as error:
-        raise UsageError(f"{path} does not fit this model: {error}") from error

@@ -39,7 +39,9 @@ STRATEGIES: dict[str, Any] = {name: row.kind for name, row in ROWS.items()}
 
 def row_of(strategy: Any) -> Row:
     """What is used with a strategy; with one of another kind, what is used with FedAvg."""
-    kind = type(strategy.strategy if isinstance(strategy, Coded) else strategy)
+    while hasattr(strategy, "strategy"):  # a strategy around another one
+        strategy = strategy.strategy
+    kind = type(strategy)
     return next((row for row in ROWS.values() if row.kind is kind), ROWS["fedavg"])
 
 
@@ -47,4 +49,5 @@ def name_of(strategy: Any) -> str:
     """A strategy in summaries: "gluefl", "fedavg (int8 down, rotated up)"."""
     if isinstance(strategy, Coded):
         return f"{name_of(strategy.strategy)} ({strategy.package} down, {strategy.upload} up)"
-    return type(strategy).__name__.lower()
+    own = type(strategy).__name__.lower()
+    return f"{name_of(strategy.strategy)} ({own})" if hasattr(strategy, "strategy") else own

@@ -13,6 +13,7 @@ from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.trainers.choice import choose
 from gluefl.experiments.bench.workloads import CLIENTS, COHORT, MODELS, SGD, Noisy, bare_round, model
+from gluefl.simulation.process import device_of
 from gluefl.vectors.layout import Layout
 
 
@@ -40,7 +41,7 @@ def gluefl_round(
     workload: str, population: Noisy, device: str = "cpu", trainer: str = "auto"
 ) -> Callable[[np.random.Generator], None]:
     """The same work through an engine of gluefl: train a cohort and average it."""
-    where = torch.device(device)
+    where = device_of(device)
     module = model(workload).to(where)
     layout = Layout.of(module)
     weights, statistics_ = layout.flatten(module)

@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 STRATEGIES = ("fedavg", "stc", "apf", "gluefl", "lean")  # of the registry, which would import torch
+ROUNDS = click.IntRange(2, 10**6)  # spreads need two
+MANY = click.IntRange(1, 10**6)
 
 
 @click.group()
@@ -16,8 +18,8 @@ def bench() -> None:
 
 
 @bench.command("cohort")
-@click.option("--rounds", default=7, show_default=True)
-@click.option("--cores", default=1, show_default=True, help="CPU cores to use.")
+@click.option("--rounds", type=ROUNDS, default=7, show_default=True)
+@click.option("--cores", type=MANY, default=1, show_default=True, help="CPU cores to use.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--trainer", default="auto", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
@@ -32,12 +34,12 @@ def of_a_round(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of the commands that play whole rounds: the fields of `Work`."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output."),
-        click.option("--cohort", default=30, show_default=True, help="K, clients that a round uses."),
-        click.option("--clients", default=2800, show_default=True, help="N, clients of the population."),
+        click.option("--cohort", type=MANY, default=30, show_default=True, help="K, clients that a round uses."),
+        click.option("--clients", type=MANY, default=2800, show_default=True, help="N, clients of the population."),
         click.option("--model", default="", help="Any model by its name; by default the LEAF CNN."),
         click.option("--strategy", type=click.Choice(STRATEGIES), default="gluefl", show_default=True),
         click.option("--device", default="cpu", show_default=True),
-        click.option("--cores", default=1, show_default=True, help="CPU cores to use."),
+        click.option("--cores", type=MANY, default=1, show_default=True, help="CPU cores to use."),
     ):
         command = option(command)
     return command
@@ -47,7 +49,7 @@ over_commitment = partial(click.option, "--over-commitment", show_default=True, 
 
 
 @bench.command("round")
-@click.option("--rounds", default=7, show_default=True)
+@click.option("--rounds", type=ROUNDS, default=7, show_default=True)
 @over_commitment(default=1.0)
 @of_a_round
 def bench_round(rounds: int, cores: int, as_json: bool, **work: Any) -> None:
@@ -58,7 +60,7 @@ def bench_round(rounds: int, cores: int, as_json: bool, **work: Any) -> None:
 
 
 @bench.command("profile")
-@click.option("--rounds", default=20, show_default=True)
+@click.option("--rounds", type=ROUNDS, default=20, show_default=True)
 @over_commitment(default=1.3)
 @click.option("--network", type=click.Choice(["edge", "5g", "cloud", "instant"]), default="edge", show_default=True)
 @of_a_round
@@ -71,12 +73,12 @@ def bench_profile(rounds: int, cores: int, network: str, as_json: bool, **work: 
 
 
 @bench.command("models")
-@click.option("--rounds", default=5, show_default=True)
-@click.option("--cores", default=1, show_default=True, help="CPU cores to use.")
+@click.option("--rounds", type=ROUNDS, default=5, show_default=True)
+@click.option("--cores", type=MANY, default=1, show_default=True, help="CPU cores to use.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--model", "names", multiple=True, help="Only this model; may be given several times.")
-@click.option("--cohort", default=30, show_default=True, help="Clients that are trained together.")
-@click.option("--side", type=int, help="Pixels of a picture's side; by default each model's usual one.")
+@click.option("--cohort", type=MANY, default=30, show_default=True, help="Clients that are trained together.")
+@click.option("--side", type=click.IntRange(1, 2**16), help="Pixels of a picture's side; by default each model's own.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def bench_models(
     rounds: int, cores: int, device: str, names: tuple[str, ...], cohort: int, side: int | None, as_json: bool
@@ -90,7 +92,7 @@ def bench_models(
 
 
 @bench.command("peers")
-@click.option("--rounds", default=5, show_default=True)
+@click.option("--rounds", type=ROUNDS, default=5, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def bench_peers(rounds: int, as_json: bool) -> None:
     """The same workloads on pfl and Flower, if they are installed: CPU seconds per round on one core."""
@@ -100,7 +102,7 @@ def bench_peers(rounds: int, as_json: bool) -> None:
 
 
 @bench.command("fleet")
-@click.option("--rounds", default=2000, show_default=True, help="Rounds per network.")
+@click.option("--rounds", type=ROUNDS, default=2000, show_default=True, help="Rounds per network.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def bench_fleet(rounds: int, as_json: bool) -> None:
     """The simulated devices against the authors' logs, and the cost of a million of them."""

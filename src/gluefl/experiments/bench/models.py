@@ -17,6 +17,7 @@ from gluefl.clients.trainers.stacked import Stacked
 from gluefl.experiments.bench.cohort import alternate, pin
 from gluefl.experiments.bench.workloads import CLASSES, COHORT, SAMPLES, SGD
 from gluefl.populations import Samples
+from gluefl.simulation.process import device_of
 from gluefl.vectors.layout import Layout
 
 # Channels and side of the images, options of the model.
@@ -42,6 +43,7 @@ def measure(
     `tf32_apart`, `vmap_apart`: relative L2 distance of one step's deltas to those of stacked layers without TF32.
     """
     pin(cores)
+    device_of(device)  # refuses one that cannot be used
     results = {}
     for name in names or tuple(WORK):
         work = partial(_Work, name, device, cohort, side)

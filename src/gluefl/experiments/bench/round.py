@@ -18,12 +18,14 @@ from gluefl.clients.residuals import Residuals, room_on
 from gluefl.clients.trainers.choice import choose
 from gluefl.core.sampling import Pool, Sampler, Sticky, Uniform
 from gluefl.core.server import Core, State, start
+from gluefl.errors import UsageError
 from gluefl.experiments.bench.cohort import alternate, pin, spread
 from gluefl.experiments.bench.workloads import CLIENTS, COHORT, SGD, Noisy, model
 from gluefl.fleet import Devices, Instant
 from gluefl.populations import Population
 from gluefl.simulation.channel import Measured
 from gluefl.simulation.parts import Simulation
+from gluefl.simulation.process import device_of
 from gluefl.simulation.run import player
 from gluefl.storage.journal import Journal
 from gluefl.strategies import Space
@@ -116,7 +118,9 @@ def setting(
 ) -> tuple[Simulation, State]:
     """A strategy with its usual sampling on the work of the benchmarks, before its first round."""
     torch.backends.cuda.matmul.allow_tf32 = True
-    device, row = torch.device(work.device), ROWS[work.strategy]
+    device, row = device_of(work.device), ROWS[work.strategy]
+    if work.model == "char_lstm":
+        raise UsageError("char_lstm reads text, and the benchmark has pictures: choose another --model.")
     population = population or Noisy(work.clients)
     module = (models.build(work.model, classes=62, channels=1) if work.model else model("w1")).to(device)
     layout = Layout.of(module)

@@ -196,9 +196,10 @@ def clients(comparison: Comparison) -> Figure:
                 totals[client["id"]] = totals.get(client["id"], 0) + client["down_bytes"]
             population = run.config.get("population.clients")
             sized &= population is not None
-            ordered = [0] * ((population or 0) - len(totals)) + sorted(totals.values())
+            idle, ordered = max(0, (population or 0) - len(totals)), sorted(totals.values())
             if totals:
-                curves.append([ordered[round(step * (len(ordered) - 1))] for step in steps])
+                ranks = [round(step * (idle + len(ordered) - 1)) for step in steps]
+                curves.append([ordered[rank - idle] if rank >= idle else 0 for rank in ranks])
         if curves:
             series.append(Series(label, "mean", tuple(steps), tuple(map(statistics.fmean, zip(*curves)))))
     of = "clients" if sized else "invited clients"

@@ -23,6 +23,7 @@ TENSOR_BYTES = 4  # what a package says of a tensor: number of positions, expone
 NOISE_EXPONENT = 0.45  # a share p of an upload raises the share of changed cells by p^-0.45
 LEAST_BITS = 1.5  # of a cell: a bit for its sign, and an end of its quotient now and then
 BISECTIONS = 50
+SMALLEST = 1e-300  # squares of positive numbers may be 0
 PREFERENCE = 1e-4  # for the default growth, against squared ratios of bytes
 
 
@@ -54,7 +55,7 @@ class Movement:
     def with_step(self, factor: float) -> "Movement":
         """Movement with first steps larger by a factor. Rate control soon finds the same steps: only what refers to
         version 0 differs, which lies on a coarser grid."""
-        odds, bits = self.changed_first / (1 - self.changed_first) / factor**2, math.log2(factor)
+        odds, bits = self.changed_first / (1 - self.changed_first) / max(factor**2, SMALLEST), math.log2(factor)
         return replace(
             self,
             changed_first=min(0.99, max(1e-6, odds / (1 + odds))),

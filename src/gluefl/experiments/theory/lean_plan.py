@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -22,9 +22,9 @@ from gluefl.experiments.theory.lean import (
     upload_bytes,
     whole_bytes,
 )
-from gluefl.experiments.theory.staleness import Floats, staleness
+from gluefl.experiments.theory.staleness import NETWORKS, Exponent, Floats, PlannedRounds, staleness
 from gluefl.fleet import Fleet
-from gluefl.parameters import AtLeastOne, Count, NonNegative, Positive, Share, checked
+from gluefl.parameters import AtLeastOne, Count, OneOf, Positive, Share, checked
 from gluefl.strategies.lean import Lean
 
 COHORTS = (5, 10, 15, 20, 30, 50, 100)  # candidates for K
@@ -98,11 +98,11 @@ class LeanScenario:
     clients: Count  # N
     model: Model
     movement: Movement
-    rounds: Count = 300  # over which the download is averaged
+    rounds: PlannedRounds = 300  # over which the download is averaged
     over_commitment: AtLeastOne = 1.0
     initial: Literal["known", "download"] = "known"
-    network: str | None = None  # for seconds
-    rounds_exponent: NonNegative = 0.75  # x: rounds to a target grow like (1/K)^x
+    network: Annotated[str, OneOf(NETWORKS)] | None = None  # for seconds
+    rounds_exponent: Exponent = 0.75  # x: rounds to a target grow like (1/K)^x
     online_share: Share = 0.3
     most_round_s: Positive | None = None
     most_round_bytes: Positive | None = None
@@ -208,14 +208,14 @@ def plan_lean(
     upload_share: float | None = None,
 ) -> LeanPlan:
     """The costs of lean with these K, S, C, s and p; those that are not given are chosen."""
+    steps = STEPS if step is None else (Lean(step=step).step,)
+    shares = UPLOAD_SHARES if upload_share is None else (Lean(upload_share=upload_share).upload_share,)
     groups = [group for group in _groups(*sizes) if scenario.can_run(group)]
     if not groups:
         raise UsageError(
             f"no group of clients fits N = {scenario.clients} with {scenario.online_share:.0%} of the clients online: "
             "lower the cohort, or give other sizes."
         )
-    steps = STEPS if step is None else (step,)
-    shares = UPLOAD_SHARES if upload_share is None else (upload_share,)
     every = [candidate for group in groups for candidate in scenario.candidates(group, steps, shares)]
     ranked = sorted(filter(scenario.within, every), key=lambda candidate: candidate.cost_bytes)
     if not ranked:

@@ -14,7 +14,7 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     shares or a run's folder."""
     arguments = {key: value for key, value in options.items() if value is not None}
     if (every := arguments.get("regenerate_every")) is not None:
-        if every != "never" and not str(every).isdigit():
+        if every != "never" and not (str(every).isascii() and str(every).isdigit() and len(str(every)) < 19):
             raise UsageError(f"regenerate_every = {every}: write a number of rounds, or never.")
         arguments["regenerate_every"] = None if every == "never" else int(every)
     if (cost := arguments.get("staleness_cost")) is not None:

@@ -3,15 +3,16 @@
 docs/planning.md derives it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Annotated, Any, Literal, overload
 
 import numpy as np
+from pydantic import Field
 
 from gluefl.core.sampling import Sticky, Uniform
-from gluefl.errors import UsageError
+from gluefl.errors import UsageError, nearest
 from gluefl.experiments.theory.assumptions import planned
 from gluefl.experiments.theory.lean_plan import LeanPlan
 from gluefl.experiments.theory.propositions import (
@@ -22,13 +23,17 @@ from gluefl.experiments.theory.propositions import (
     variance_factor,
 )
 from gluefl.experiments.theory.staleness import (
+    NETWORKS,
+    Exponent,
     Floats,
+    PlannedRounds,
     download_share,
     in_bytes,
     missing_share,
     staleness,
 )
 from gluefl.fleet import Fleet
+from gluefl.parameters import AtLeastOne, Count, OneOf, OpenShare, Share, checked
 
 # GlueFL needs 1.6–2.2 times the rounds of FedAvg in the paper's Table 2, at A = 4.6–4.8: rounds grow like A^0.42.
 VARIANCE_EXPONENT = 0.42
@@ -85,6 +90,7 @@ class Plan:
         return {name: getattr(self, name) for name in names} | {"resample_probability": [*self.resample_probability]}
 
 
+@checked
 @dataclass(frozen=True)
 class Scenario:
     """What a plan assumes of the federation.
@@ -93,33 +99,25 @@ class Scenario:
     from there on), if it was measured; otherwise it follows from q, q_shared and regenerate_every.
     """
 
-    clients: int  # N
-    cohort: int  # K
-    rounds: int = 1000  # over which the download is averaged
-    q: float = 0.2
-    q_shared: float = 0.16
-    regenerate_every: int | None = 10  # I, None for never
-    over_commitment: float = 1.0
-    parameters: int | None = None  # d, for bytes
-    network: str | None = None  # for seconds
+    clients: Count  # N
+    cohort: Annotated[Count, Field(ge=2)]  # K
+    rounds: PlannedRounds = 1000  # over which the download is averaged
+    q: Share = 0.2
+    q_shared: OpenShare = 0.16
+    regenerate_every: Count | None = 10  # I, None for never
+    over_commitment: AtLeastOne = 1.0
+    parameters: Count | None = None  # d, for bytes
+    network: Annotated[str, OneOf(NETWORKS)] | None = None  # for seconds
     staleness_cost: Sequence[float] | None = None
-    variance_exponent: float = VARIANCE_EXPONENT
-    online_share: float = ONLINE_SHARE
+    variance_exponent: Exponent = VARIANCE_EXPONENT
+    online_share: Share = ONLINE_SHARE
 
-    def __post_init__(self) -> None:
-        n, k, every, d = self.clients, self.cohort, self.regenerate_every, self.parameters
-        shares = f"q = {self.q} and q_shared = {self.q_shared}"
-        checks = [
-            (2 <= k < n, f"cohort K = {k} must lie between 2 and the population N − 1 = {n - 1}"),
-            (self.rounds >= 1, f"rounds = {self.rounds} must be at least 1"),
-            (0 < self.q_shared < self.q <= 1, f"{shares} must satisfy 0 < q_shared < q ≤ 1"),
-            (every is None or every >= 1, f"regenerate_every = {every} is below 1"),
-            (self.over_commitment >= 1, f"over_commitment = {self.over_commitment} is below 1"),
-            (d is None or d >= 1, f"parameters = {d} must be at least 1"),
-            (0 < self.online_share <= 1, f"online_share = {self.online_share} must be above 0 and at most 1"),
-        ]
-        if problems := [text for valid, text in checks if not valid]:
-            raise UsageError("this cannot be planned: " + "; ".join(problems) + ".")
+    def problems(self) -> Iterator[str]:
+        """What several values together exclude."""
+        if self.cohort >= self.clients:
+            yield f"cohort K = {self.cohort} must lie below the population N = {self.clients}"
+        if self.q_shared >= self.q:
+            yield f"q_shared = {self.q_shared} must be below q = {self.q}"
 
     def sampler(self, size: int, sticky: int) -> Sticky:
         """The sampler with these sizes."""
@@ -215,10 +213,15 @@ def plan(
     4.576...
     >>> plan(2800, strategy="lean", model="shufflenet_v2_x2_0", network="edge").recommended
     """
+    if strategy not in ("gluefl", "lean"):
+        raise UsageError(f"strategy = {strategy!r} cannot be planned: choose gluefl or lean.")
     if strategy == "lean":
         return planned(clients, (cohort, sticky_size, sticky_cohort), assumptions)
     if cohort is None:
         raise UsageError("a plan for GlueFL needs the cohort K; one for lean chooses it.")
+    valid = [field.name for field in fields(Scenario)]
+    if unknown := [name for name in assumptions if name not in valid]:
+        raise UsageError(f"a plan for GlueFL has no {unknown[0]}{nearest(unknown[0], valid)}.")
     return _plan_gluefl(Scenario(clients, cohort, **assumptions), sticky_size, sticky_cohort)
 
 

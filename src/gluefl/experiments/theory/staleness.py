@@ -5,15 +5,20 @@ docs/planning.md derives it and compares it with a measured run.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from gluefl.core.sampling import Sampler, Sticky, Uniform, extra_invitations
 from gluefl.errors import UsageError
 
 Floats = NDArray[np.float64]
+PlannedRounds = Annotated[int, Field(ge=1, le=10**6)]  # each is an entry of an array
+Exponent = Annotated[float, Field(ge=0, le=100)]  # x, where rounds grow like a factor to the power x
+CERTAIN = 1e18  # odds of what always happens; infinite odds times no rounds would be no number
+NETWORKS = ("edge", "5g", "cloud", "uniform")  # a file of one's own belongs to a fleet, which a plan does not have
 
 
 def staleness(sampler: Sampler, clients: int, rounds: int) -> Floats:
@@ -96,7 +101,7 @@ def entropy(chance: Floats) -> Floats:
 
 
 def _odds(chance: float) -> float:
-    return chance / (1 - chance) if chance < 1 else math.inf
+    return chance / (1 - chance) if chance < 1 else CERTAIN
 
 
 def _chance(odds: Floats) -> Floats:

@@ -1,0 +1,134 @@
+"""What `train` refuses, in words: arguments of the wrong kind, and data, model, loss or metric that do not fit."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gluefl.errors import GlueFLError, UsageError
+from gluefl.parameters import Has, NonNegativeCount, check
+from gluefl.populations import Population, Samples
+from gluefl.simulation.settings import Options, Setting
+
+PROBED = 1000  # clients whose samples are looked at when a run has failed
+
+
+def check_arguments(*arguments: Any) -> None:
+    """Refuse arguments of `train` that cannot be used, all of them in one message."""
+    kinds: dict[str, Any] = {
+        "model": nn.Module,
+        "population": Annotated[Any, Has(("clients", "classes", "shape", "size", "train", "test", "transform"))],
+        "sampler": Annotated[Any, Has(("cohort", "check", "init", "invite", "next_state"))] | None,
+        "rounds": NonNegativeCount,
+        "setting": Setting | None,
+        "options": Options | None,
+    }
+    check("train", **{name: (kind, value) for (name, kind), value in zip(kinds.items(), arguments, strict=True)})
+
+
+def load_weights(module: nn.Module, path: Path | str) -> None:
+    """Load a safetensors file into a module."""
+    try:
+        module.load_state_dict(load_file(path))
+    except Exception as error:
+        raise UsageError(f"{path} does not fit this model: {error}") from error
+
+
+@contextmanager
+def explained(model: nn.Module, population: Population, setting: Setting) -> Iterator[None]:
+    """Replace an error of torch or Python by the reason, where data, model, loss or metric do not fit together.
+
+    Nothing is examined unless a run fails, so that a run that works pays nothing.
+    """
+    try:
+        yield
+    except (GlueFLError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        reason = misfit(model, population, setting)
+        if reason is None:
+            raise
+        raise UsageError(reason) from error
+
+
+def misfit(model: nn.Module, population: Population, setting: Setting) -> str | None:
+    """Why samples of this population cannot be used with this model, loss and metric; None if they can."""
+    try:
+        test = population.test()
+        reason = _of_samples(test, population.classes, "the test samples", setting)
+        for client in range(min(population.clients, PROBED)):
+            if reason is None and population.size(client):
+                own = population.train(client)
+                reason = _of_samples(own, population.classes, f"client {client}", setting)
+        return reason or unfit(model, population, setting, test) or _untrainable(model, population, setting)
+    except GlueFLError as error:
+        return str(error)
+    except Exception:  # the population's own fault, and its error says more
+        return None
+
+
+def _of_samples(samples: Samples, classes: int, owner: str, setting: Setting) -> str | None:
+    labels = samples.labels
+    if setting.loss is not nn.functional.cross_entropy or not len(samples):
+        return None
+    if labels.is_floating_point() or labels.dim() != 1:
+        if labels.is_floating_point() and labels.dim() == 2:
+            return None  # probabilities of classes
+        found = f"{labels.dtype} {tuple(labels.shape)}"
+        return f"{owner}: cross_entropy needs labels as one whole number per sample; found {found}."
+    lowest, highest = int(labels[labels != -100].min()), int(labels.max())  # −100 is ignored by cross_entropy
+    if lowest >= 0 and highest < classes:
+        return None
+    return f"{owner}: labels must lie between 0 and classes − 1 = {classes - 1}; found {lowest} to {highest}."
+
+
+def first_samples(population: Population) -> Samples:
+    """The samples of the first client that has any, or the test samples."""
+    for client in range(min(population.clients, PROBED)):
+        if population.size(client):
+            return population.train(client)
+    return population.test()
+
+
+@torch.no_grad()
+def unfit(model: nn.Module, population: Population, setting: Setting, samples: Samples) -> str | None:
+    """Why model, loss and metric cannot be applied to the first two of these samples; None if they can."""
+    device = next(model.parameters()).device
+    labels, training = samples.labels[:2].to(device), model.training
+    try:
+        inputs = population.transform(samples.inputs[:2].to(device))
+        given, kind = f"{inputs.dtype} {tuple(inputs.shape)}", next(model.parameters()).dtype
+        step = f"the model, whose weights are {kind}, cannot be applied to inputs of {given}"
+        outputs = model.eval()(inputs)
+        step = f"the loss cannot be applied to the model's {_form(outputs)} and labels of {_form(labels)}"
+        loss = setting.loss(outputs, labels)
+        if not isinstance(loss, Tensor) or loss.dim():
+            return f"the loss must return one number as a tensor without dimensions; found {_form(loss)}."
+        step = f"the metric cannot be applied to the model's {_form(outputs)} and labels of {_form(labels)}"
+        metric = setting.evaluation.metric(outputs, labels)
+        if not isinstance(metric, Tensor) or metric.shape != (len(labels),):
+            return f"the metric must return one number per sample as a tensor; found {_form(metric)}."
+    except Exception as error:
+        return f"{step}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    finally:
+        model.train(training)
+    return None
+
+
+def _untrainable(model: nn.Module, population: Population, setting: Setting) -> str | None:
+    own, batch = first_samples(population), setting.training.batch
+    inputs, labels = (values[:batch].to(next(model.parameters()).device) for values in (own.inputs, own.labels))
+    try:
+        loss = setting.loss(copy.deepcopy(model).train()(population.transform(inputs)), labels)
+    except Exception as error:
+        return f"the model cannot be trained on a batch of {len(labels)} samples: {error}"
+    return None if loss.requires_grad else "the loss does not depend on the model's weights: it has no gradient."
+
+
+def _form(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
