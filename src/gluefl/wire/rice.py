@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gluefl.errors import WireError
 
-PIECE = 2**19  # numbers, or bits, that are decoded at once
+PIECE = 2**17  # numbers, or bits, that are decoded at once
 LARGEST = 2**31  # numbers are below; the largest parameter that can be of use is 30
 
 
@@ -229,11 +229,9 @@ def decode_streams(streams: list[Coded], data: memoryview) -> list[np.ndarray]:
     """What `encode_streams` wrote, in 32 bits. Allocates in proportion to the data; few bits are unpacked at once."""
     announced = sum(coded.length for coded in streams)
     remainder_bits = sum(coded.remainder_bits for coded in streams)
-    if announced + remainder_bits > 8 * len(data):
-        raise WireError(
-            f"{announced} codes take at least {announced + remainder_bits} bits, {8 * len(data)} were found"
-        )
-    raw = np.frombuffer(data, np.uint8)
+    raw, least = np.frombuffer(data, np.uint8), announced + remainder_bits
+    if least > 8 * len(data):
+        raise WireError(f"{announced} codes take at least {least} bits, {8 * len(data)} were found")
     quotients = _quotients(raw, remainder_bits, announced)
     numbers, entry, bit = [], 0, 0
     for coded in streams:
