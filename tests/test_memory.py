@@ -141,6 +141,15 @@ def test_a_list_of_ends_is_made_only_if_it_has_the_announced_length() -> None:
     assert "2 codes were announced" in spent.error and spent.host_bytes < 12 * MEGABYTE
 
 
+@pytest.mark.parametrize("origin", [None, torch.ones(D)], ids=["absolute", "relative"])
+def test_cells_cost_little_more_than_their_positions_and_values(origin) -> None:
+    """A bit for every cell: the most cells that a message of this length can hold."""
+    codec = CellCodec((D // 2, D // 2), (False, True))
+    data = b"\x03" + b"\x00\x00\x00" + b"\x00\x00" + b"\xff" * (D // 8)
+    spent = cost(lambda: codec.decode(data, origin))
+    assert not spent.error and spent.host_bytes < 12 * D + 80 * MEGABYTE
+
+
 def test_a_tensor_that_is_announced_whole_needs_its_bits() -> None:
     codec = CellCodec((D, D), (False, True))
     data = b"\x03" + b"\x00\x00\x00" + b"\x00\x00"

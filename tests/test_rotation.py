@@ -516,3 +516,14 @@ def test_the_signs_of_kernels_are_those_of_numpy() -> None:
     add_rotated_back(total, rows.cuda(), blocks, rotation, None, 1.0)
     ((_, signs),) = pieces(blocks, rotation, CPU)
     assert torch.equal(total.cpu(), rotate_back(rows, signs).flatten())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_the_length_is_known_without_rotating_back(bits, share, rounding) -> None:
+    rotated, d = Rotated(bits, share, 64, rounding), 64 * 5  # whole blocks
+    delta = torch.from_numpy(np.random.default_rng(1).standard_normal(d, dtype="float32"))
+    sent = rotated.compress(delta, 1, 2, 3)
+    estimate = rotated.decompress(sent, d, 1, 2, 3)
+    assert rotated.length(sent, d) == pytest.approx(float(estimate.double().norm()), rel=1e-5)

@@ -10,6 +10,7 @@ from gluefl import wire
 from gluefl.core.guard import EXAMPLES, UPDATE, Claim, claim_of_examples
 from gluefl.core.server import Aggregate, Core, State
 from gluefl.strategies import Statistic, Upload
+from gluefl.strategies.lean import Lean
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import part_of
 
@@ -23,9 +24,9 @@ LEAST_ROUNDING = 1e-4  # of the largest change
 def claim(core: Core, state: State, upload: Upload, round: int, examples: float) -> Claim:
     """Measure an upload against the model that it was trained on."""
     before = state.statistics
-    change, after, exact = _parts(core, state, upload, round)
+    length, after, exact = _measured(core, state, upload, round)
     counted = claim_of_examples(EXAMPLES, examples)
-    quantities = {**counted.quantities, UPDATE: _length(change)}
+    quantities = {**counted.quantities, UPDATE: length}
     limits = {**counted.limits, UPDATE: _limit(state.weights)}
     problem = None
     for kind, places in _places(core.space.statistics).items():
@@ -53,14 +54,18 @@ def returned(core: Core, state: State, good: State) -> Aggregate:
     )
 
 
-def _parts(core: Core, state: State, upload: Upload, round: int) -> tuple[Tensor, Tensor, bool]:
-    """The change of the weights, the statistics after it, and whether these are exact."""
-    if not isinstance(core.traits.upload_codec, wire.BodyCodec):
-        return upload.update.values, upload.statistics, True
-    total = core.strategy.combine(state.strategy, [replace(upload, weight=1.0)], round)
-    change, moved = total[: core.space.size], total[core.space.size :]
+def _measured(core: Core, state: State, upload: Upload, round: int) -> tuple[float, Tensor, bool]:
+    """The length of the update, the statistics after it, and whether these are exact."""
+    strategy, size = core.strategy, core.space.size
+    if not isinstance(core.traits.upload_codec, wire.BodyCodec):  # a rotated update is as long as the update
+        return _length(upload.update.values), upload.statistics, True
+    if isinstance(strategy, Lean):
+        sent, codes = upload.update.values, strategy.rotated.size(size)
+        return strategy.rotated.length(sent[:codes], size), state.statistics + sent[codes:], False
+    total = strategy.combine(state.strategy, [replace(upload, weight=1.0)], round)
     everything = core.traits.covers == "everything"
-    return change, state.statistics + moved if everything else upload.statistics, not everything
+    after = state.statistics + total[size:] if everything else upload.statistics
+    return _length(total[:size]), after, not everything
 
 
 def _places(statistics: Sequence[Statistic]) -> dict[str, Tensor]:

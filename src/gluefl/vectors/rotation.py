@@ -110,6 +110,21 @@ class Rotated:
         """The estimate of the vector of d entries that `compress` was given."""
         return self.combine([sent], [1.0], d, seed, round, [client])
 
+    def length(self, sent: Tensor, d: int) -> float:
+        """The Euclidean length of the estimate, with what a last block has beyond d; nothing is rotated back."""
+        blocks, values = self.blocks(d), torch.tensor(self.levels.values, device=sent.device)
+        codes, scales = _parts(sent, blocks)
+        if self.bits == 1:  # all levels have the magnitude 1
+            lengths = torch.full_like(scales, math.sqrt(blocks.sent))
+        else:
+            decoded = values.index_select(0, codes.flatten().int()).view(codes.shape)
+            lengths = torch.linalg.vector_norm(decoded, dim=1)
+        return self._factor(blocks) * float(torch.linalg.vector_norm(scales.double() * lengths))
+
+    def _factor(self, blocks: Blocks) -> float:
+        """1/p, where the scale does not make up for entries that are not sent."""
+        return blocks.entries / blocks.sent if self.rounding == "stochastic" else 1.0
+
     def combine(
         self, sent: Sequence[Tensor], weights: Sequence[float], d: int, seed: int, round: int, clients: Sequence[int]
     ) -> Tensor:
@@ -121,8 +136,7 @@ class Rotated:
                     f"the compressed vector has the shape {tuple(one.shape)}, {self.size(d)} numbers were expected for "
                     f"{d} entries; use the options with which it was compressed"
                 )
-        factor = blocks.entries / blocks.sent if self.rounding == "stochastic" else 1.0  # 1/p
-        factors = [factor * weight for weight in weights]
+        factors = [self._factor(blocks) * weight for weight in weights]
         if self.rotation == "round":
             if sent:
                 self._add(total, sent, factors, self._rotation(seed, round, SHARED), blocks)

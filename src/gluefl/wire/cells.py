@@ -17,10 +17,9 @@ from torch import Tensor
 from gluefl.errors import GlueFLError, WireError
 from gluefl.parameters import NonNegativeCount, checked
 from gluefl.vectors.sparse import Listed, Masked, Sparse
-from gluefl.wire import rice
+from gluefl.wire import cell_values, rice
+from gluefl.wire.cell_values import INFINITE, SHIFT
 
-SHIFT = 20  # bits below a logarithmic cell: sign, exponent and 3 bits of the mantissa are left
-INFINITE = 0x7F8  # the logarithmic cell of infinity
 CELL_LIMIT = 2**30  # |cell| is below
 LEAST_EXPONENT = -128
 ZERO_EXPONENT = 128  # zero is a multiple of every power of two: this is above the exponent of any other number
@@ -153,16 +152,8 @@ class CellCodec:
         gaps, codes = rice.decode_streams([table.gaps, table.cells], rest)
         if codes.max(initial=0) > 2 * CELL_LIMIT - 2:
             raise WireError(f"a cell has the code {int(codes.max())}, {2 * CELL_LIMIT - 2} is the largest")
-        positions = rice.positions_of(gaps, table.partial, table.counts, self.tensors)
-        cells = rice.signed_numbers(codes, table.by_position(table.reordered))
-        base = np.zeros(1, np.float32) if origin is None else origin.cpu().numpy()[positions]
-        values, valid = _linear(cells, table.by_position(np.ldexp(1.0, table.exponents)), base)
-        if any(self.logarithmic):
-            logarithmic = table.by_position(np.array(self.logarithmic))
-            others, others_valid = _logarithmic(cells, base)
-            values, valid = np.where(logarithmic, others, values), np.where(logarithmic, others_valid, valid)
-        if not valid.all():
-            raise WireError(f"the value at position {int(positions[valid.argmin()])} is no finite float32 on its grid")
+        known = None if origin is None else origin.cpu().numpy()
+        positions, values = cell_values.fill(table, self.tensors, self.logarithmic, gaps, codes, known)
         return Listed(torch.from_numpy(positions), torch.from_numpy(values), self.size)
 
     def _plan(self, batch: Batch, origin: Tensor | None) -> Plan:
@@ -267,19 +258,3 @@ def _lowest_exponents(numbers: Tensor) -> Tensor:
     digits = torch.where(exponents > 0, mantissas | 0x800000, mantissas)
     lowest_bits = ((digits & -digits).float().view(torch.int32) >> 23) - 127
     return torch.where(digits == 0, ZERO_EXPONENT, exponents.clamp(min=1) - 150 + lowest_bits)
-
-
-def _linear(cells: np.ndarray, steps: np.ndarray, base: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """base + cell * step, and whether that is exact."""
-    moved, wide = cells * steps, base.astype(np.float64)
-    sums = wide + moved
-    with np.errstate(over="ignore"):
-        values = sums.astype(np.float32)
-    return values, (sums - wide == moved) & (sums - moved == wide) & (values == sums)
-
-
-def _logarithmic(cells: np.ndarray, base: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The float32 of every cell, and whether it is one that is finite and not negative."""
-    patterns = cells + ((base + np.float32(0)).view(np.int32) >> SHIFT)
-    valid = (patterns >= 0) & (patterns < INFINITE)
-    return (np.where(valid, patterns, 0).astype(np.int32) << SHIFT).view(np.float32), valid

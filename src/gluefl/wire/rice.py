@@ -7,7 +7,7 @@ and the ends of all quotients are found in one pass.
 Signed numbers are numbered 0, -1, 1, -2, 2, ... or, where a segment has few zeros, -1, 1, 0, -2, 2, ...
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gluefl.errors import WireError
 
+PIECE = 2**17  # numbers, or bits, that are decoded at once
 LARGEST = 2**31  # numbers are below; the largest parameter that can be of use is 30
 
 
@@ -157,19 +158,6 @@ def gaps_of(places: Tensor, starts: Tensor, segments: Segments) -> Tensor:
     return (places - torch.maximum(previous, segments.expand(starts - 1)) - 1).int()
 
 
-def positions_of(gaps: np.ndarray, partial: np.ndarray, counts: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Positions by their gaps; in segments that are not `partial` all are taken, and there are no gaps."""
-    steps = np.ones(int(counts.sum()) + 1, np.int64)
-    steps[0] = 0
-    steps[1:][np.repeat(partial, counts)] += gaps
-    sums, lasts, lengths = np.cumsum(steps), np.cumsum(counts), np.array(sizes, np.int64)
-    before = sums[lasts - counts]
-    if (sums[lasts] - before > lengths).any():
-        raise WireError("a position lies outside its tensor")
-    positions: np.ndarray = sums[1:] + np.repeat(np.cumsum(lengths) - lengths - before - 1, counts)
-    return positions
-
-
 @dataclass(frozen=True)
 class Coded:
     """How many numbers of each segment are in a stream, and with which parameter."""
@@ -198,12 +186,20 @@ class Coded:
             for bit in range(parameter):
                 bits[places.start + bit : places.stop : parameter] = (numbers[entries] >> bit) & 1
 
-    def numbers(self, quotients: np.ndarray, bits: np.ndarray) -> np.ndarray:
-        """The numbers of given quotients (64 bits), and of remainders in an array of bits."""
-        numbers: np.ndarray = quotients << np.repeat(self.parameters, self.counts)
+    def numbers(self, quotients: np.ndarray, data: np.ndarray, start: int) -> np.ndarray:
+        """The numbers (32 bits) of given quotients, and of remainders that begin at a bit of the data."""
+        numbers = np.empty(self.length, np.int32)
         for entries, places, parameter in self._runs():
-            for bit in range(parameter):
-                numbers[entries] |= bits[places.start + bit : places.stop : parameter].astype(np.int64) << bit
+            for first in range(entries.start, entries.stop, PIECE):
+                piece = slice(first, min(first + PIECE, entries.stop))
+                at = start + places.start + (first - entries.start) * parameter
+                bits = bits_of(data, at, at + (piece.stop - first) * parameter)
+                wide = quotients[piece].astype(np.int64) << parameter
+                for bit in range(parameter):
+                    wide |= bits[bit::parameter].astype(np.int64) << bit
+                if wide.max(initial=0) >= LARGEST:
+                    raise WireError(f"a number of {int(wide.max())} was found, {LARGEST - 1} is the largest")
+                numbers[piece] = wide
         return numbers
 
     def _runs(self) -> Iterator[tuple[slice, slice, int]]:
@@ -230,29 +226,42 @@ def encode_streams(streams: list[tuple[Coded, np.ndarray]]) -> bytes:
 
 
 def decode_streams(streams: list[Coded], data: memoryview) -> list[np.ndarray]:
-    """What `encode_streams` wrote, in 64 bits. Allocates in proportion to the data, whatever is announced."""
+    """What `encode_streams` wrote, in 32 bits. Allocates in proportion to the data; few bits are unpacked at once."""
     announced = sum(coded.length for coded in streams)
-    start = remainder_bits = sum(coded.remainder_bits for coded in streams)
-    if announced + remainder_bits > 8 * len(data):
-        raise WireError(
-            f"{announced} codes take at least {announced + remainder_bits} bits, {8 * len(data)} were found"
-        )
-    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
-    coded_ends = int(np.count_nonzero(bits[start:]))
-    if coded_ends != announced:  # counted first: a list of them takes eight bytes for each
-        raise WireError(f"{announced} codes were announced, {coded_ends} were found")
-    ends = np.flatnonzero(bits[start:].view(bool))
-    if -(-(start + (int(ends[-1]) + 1 if announced else 0)) // 8) != len(data):
-        raise WireError("bytes follow the last code")
-    quotients = np.diff(ends, prepend=-1) - 1
-    if quotients.max(initial=0) >= LARGEST:
-        raise WireError(f"a quotient of {int(quotients.max())} was found, {LARGEST - 1} is the largest")
+    remainder_bits = sum(coded.remainder_bits for coded in streams)
+    raw, least = np.frombuffer(data, np.uint8), announced + remainder_bits
+    if least > 8 * len(data):
+        raise WireError(f"{announced} codes take at least {least} bits, {8 * len(data)} were found")
+    quotients = _quotients(raw, remainder_bits, announced)
     numbers, entry, bit = [], 0, 0
     for coded in streams:
-        part = quotients[entry : entry + coded.length]
-        numbers.append(coded.numbers(part, bits[bit : bit + coded.remainder_bits]))
+        numbers.append(coded.numbers(quotients[entry : entry + coded.length], raw, bit))
         entry, bit = entry + coded.length, bit + coded.remainder_bits
     return numbers
+
+
+def _quotients(raw: np.ndarray, start: int, announced: int) -> np.ndarray:
+    """The quotients from a bit on to the end of the data, which must be as many as were announced."""
+    quotients, count, last = np.empty(announced, np.int32), 0, start - 1
+    for first in range(start, 8 * raw.size, PIECE):
+        ends = np.flatnonzero(bits_of(raw, first, min(first + PIECE, 8 * raw.size)).view(bool)) + first
+        lengths = np.diff(ends, prepend=last) - 1
+        if lengths.max(initial=0) >= LARGEST:
+            raise WireError(f"a quotient of {int(lengths.max())} was found, {LARGEST - 1} is the largest")
+        kept = lengths[: max(0, announced - count)]
+        quotients[count : count + kept.size] = kept
+        count, last = count + ends.size, int(ends[-1]) if ends.size else last
+    if count != announced:
+        raise WireError(f"{announced} codes were announced, {count} were found")
+    if -(-(last + 1) // 8) != raw.size:
+        raise WireError("bytes follow the last code")
+    return quotients
+
+
+def bits_of(raw: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Bits of the data, a byte each."""
+    unpacked = np.unpackbits(raw[start // 8 : -(-stop // 8)], bitorder="little")
+    return unpacked[start % 8 : start % 8 + stop - start]
 
 
 def varint(number: int) -> bytes:
