@@ -33,6 +33,9 @@ _HOMES = {
     "Adagrad": "gluefl.core.optimizer",
     "Averaging": "gluefl.core.averaging",
     "Samples": "gluefl.populations",
+    "Result": "gluefl.simulation.result",
+    "compare": "gluefl.experiments.comparing",
+    "load": "gluefl.simulation.loading",
     "train": "gluefl.simulation.run",
     "plan": "gluefl.experiments.theory.planning",
 }
@@ -54,6 +57,7 @@ __all__ = [
     "LocalAdam",
     "LocalSGD",
     "Options",
+    "Result",
     "Samples",
     "Scaffold",
     "Server",
@@ -62,6 +66,8 @@ __all__ = [
     "TorchOptimizer",
     "Uniform",
     "Yogi",
+    "compare",
+    "load",
     "plan",
     "train",
 ]
@@ -72,9 +78,12 @@ if TYPE_CHECKING:
     from gluefl.core.averaging import Averaging
     from gluefl.core.optimizer import Adagrad, Adam, Server, Yogi
     from gluefl.core.sampling import Sticky, Uniform
+    from gluefl.experiments.comparing import compare
     from gluefl.experiments.theory.planning import plan
     from gluefl.fleet import Arrivals, Fleet, Instant
     from gluefl.populations import Samples
+    from gluefl.simulation.loading import load
+    from gluefl.simulation.result import Result
     from gluefl.simulation.run import train
     from gluefl.simulation.settings import Evaluation, Options, Setting
     from gluefl.strategies.apf import APF

@@ -15,7 +15,8 @@ from gluefl.core.sampling import Sampler
 from gluefl.errors import UsageError
 from gluefl.fleet import Arrivals, Devices, Fleet, Instant
 from gluefl.simulation.arguments import first_samples, unfit
-from gluefl.simulation.run import Result, train
+from gluefl.simulation.result import Result
+from gluefl.simulation.run import train
 from gluefl.simulation.settings import Evaluation, Options, Setting
 
 

@@ -3,11 +3,9 @@
 import copy
 import hashlib
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,26 +30,13 @@ from gluefl.simulation.loop import Loop, Records
 from gluefl.simulation.parts import Simulation
 from gluefl.simulation.process import device_of
 from gluefl.simulation.progress import progress
+from gluefl.simulation.result import Result, percentiles
 from gluefl.simulation.settings import Options, Setting
-from gluefl.storage.journal import Journal, Line, Totals
+from gluefl.storage.journal import Journal, Totals
 from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import whole
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run gives back: the trained module, the journal and its summary."""
-
-    module: nn.Module
-    written: Journal
-    summary: dict[str, Any]
-
-    @cached_property
-    def journal(self) -> list[Line]:
-        """The lines of the journal; those of a run with a folder are read from there when they are first used."""
-        return self.written.lines
 
 
 def train(
@@ -109,7 +94,7 @@ def train(
         named = sim.core.layout.state_dict(module, *state.model)
         if folder is not None:
             folder.finish(named, summary)
-    return Result(module.cpu().eval(), journal, summary)
+    return Result(module.cpu().eval(), journal, summary, population)
 
 
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
@@ -223,5 +208,4 @@ def _pool(population: Population, setting: Setting) -> Pool:
 
 def _percentiles(evaluator: Evaluator, state: State, population: Population, count: int, seed: int) -> dict[str, float]:
     clients = stream(seed, "percentiles").permutation(population.clients)[:count].tolist()
-    accuracies = evaluator.clients(*state.model, clients)
-    return {f"p{p}": float(np.percentile(accuracies, p)) for p in (5, 10, 25, 50, 75, 90, 95)}
+    return percentiles(evaluator.clients(*state.model, clients))

@@ -1,0 +1,55 @@
+"""A finished run from its folder: `gluefl.load`."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gluefl import populations
+from gluefl.config import Config, validated
+from gluefl.config.raw import read
+from gluefl.errors import UsageError
+from gluefl.populations import Population
+from gluefl.simulation.arguments import load_weights
+from gluefl.simulation.build import build_model
+from gluefl.simulation.folder import CONFIG, JOURNAL, MODEL, SUMMARY
+from gluefl.simulation.result import Result
+from gluefl.storage.journal import Journal
+
+
+def load(folder: Path | str, *, model: nn.Module | None = None, population: Population | None = None) -> Result:
+    """The result of a finished run: `gluefl.load("runs/mine").predict(pictures)`.
+
+    A run that was made from a configuration needs nothing else, except the data where its population reads files. For
+    one that was made in Python give a model of the same kind and the population, whose transform belongs to the model:
+    a folder holds tensors and text, never code.
+    """
+    path = Path(folder)
+    missing = [name for name in (CONFIG, JOURNAL, MODEL, SUMMARY) if not (path / name).exists()]
+    if missing:
+        raise UsageError(f"{path} holds no finished run: {', '.join(missing)} missing. Give the folder of a run.")
+    raw = read(path / CONFIG)
+    if model is None or population is None:
+        config = _configuration(raw, path)
+        population = population or _population(config)
+        model = model or build_model(config, population.classes, population.shape)
+    module = copy.deepcopy(model)
+    load_weights(module, path / MODEL)
+    summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    return Result(module.eval(), Journal(path / JOURNAL), summary, population)
+
+
+def _configuration(raw: dict[str, Any], path: Path) -> Config:
+    if not isinstance(raw.get("population"), dict):  # a run made in Python names types only
+        raise UsageError(
+            f"{path} holds a run that was made in Python with the model {raw.get('model')} and the population "
+            f"{raw.get('population')}: give both, as in gluefl.load(folder, model=…, population=…)."
+        )
+    return validated(raw, str(path / CONFIG))
+
+
+def _population(config: Config) -> Population:
+    table = config.population
+    return populations.build(table.name, table.clients, table.seed, **(table.model_extra or {}))

@@ -1,0 +1,108 @@
+"""What a run gives back: the trained model, which predicts from raw inputs, and its journal."""
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+
+from gluefl.clients.evaluation import Metric, top_1
+from gluefl.errors import MissingExtra, UsageError
+from gluefl.populations import Population
+from gluefl.storage.journal import Journal, Line
+
+PERCENTILES = (5, 10, 25, 50, 75, 90, 95)
+BATCH = 1000  # samples
+
+
+@dataclass(frozen=True)
+class Result:
+    """The trained module, the journal and its summary; the population brings the transform of its inputs."""
+
+    module: nn.Module
+    written: Journal
+    summary: dict[str, Any]
+    population: Population
+
+    @cached_property
+    def journal(self) -> list[Line]:
+        """The lines of the journal; those of a run with a folder are read from there when they are first used."""
+        return self.written.lines
+
+    @torch.no_grad()
+    def predict(self, inputs: ArrayLike | Tensor) -> Tensor:
+        """The outputs of the model for raw inputs, as the population stores them: `result.predict(pictures).argmax(1)`.
+
+        The module itself, `result.module`, expects inputs that `population.transform` has made.
+        """
+        raw = inputs if isinstance(inputs, Tensor) else torch.from_numpy(np.array(inputs))
+        if not len(raw):
+            raise UsageError("predict needs at least one input, found none.")
+        device = next(self.module.parameters()).device
+        self.module.eval()
+        batches = (raw[start : start + BATCH].to(device) for start in range(0, len(raw), BATCH))
+        return torch.cat([self.module(self.population.transform(batch)) for batch in batches])
+
+    def client_accuracy(self, clients: Iterable[int] | None = None, metric: Metric = top_1) -> dict[int, float]:
+        """The metric on the own samples of every client, or of these, by client."""
+        numbers = range(self.population.clients) if clients is None else clients
+        accuracies = {}
+        for client in numbers:
+            samples = self.population.train(client)
+            if len(samples):
+                accuracies[client] = float(metric(self.predict(samples.inputs), samples.labels).float().mean())
+        return accuracies
+
+    def frame(self) -> Any:
+        """The journal as a data frame of pandas, one row per round; lists per client are left out."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise MissingExtra("analysis", "Result.frame") from error
+        rows = [{key: value for key, value in line.items() if not isinstance(value, dict)} for line in self.journal]
+        return pandas.DataFrame(rows).set_index("round") if rows else pandas.DataFrame()
+
+    def plot(self) -> Any:
+        """A figure of matplotlib: the metric against what was downloaded."""
+        try:
+            figures = importlib.import_module("matplotlib.figure")
+        except ImportError as error:
+            raise MissingExtra("report", "Result.plot") from error
+        figure = figures.Figure(figsize=(5, 3), layout="constrained")
+        axes, (megabytes, accuracies) = figure.subplots(), self._curve()
+        axes.plot(megabytes, accuracies, marker=".")
+        axes.set(xlabel="download, MB", ylabel="accuracy", title=self.summary["strategy"])
+        axes.grid(alpha=0.3)
+        return figure
+
+    def _curve(self) -> tuple[list[float], list[float]]:
+        downloaded = np.cumsum([line["down_bytes"] for line in self.journal]) / 1e6
+        points = [(at, line["accuracy"]) for at, line in zip(downloaded, self.journal) if line["accuracy"] is not None]
+        return [float(x) for x, _ in points], [y for _, y in points]
+
+    def __repr__(self) -> str:
+        summary, accuracy = self.summary, self.summary["mean_accuracy"]
+        reached = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+        return (
+            f"Result({summary['strategy']}: {summary['rounds']} rounds{reached}, {summary['down_bytes']:,} bytes down)"
+        )
+
+    def _repr_png_(self) -> bytes | None:
+        """The plot, in a notebook."""
+        try:
+            figure, io = self.plot(), importlib.import_module("io")
+        except MissingExtra:
+            return None
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=150)
+        return bytes(buffer.getvalue())
+
+
+def percentiles(accuracies: Sequence[float]) -> dict[str, float]:
+    """The distribution of a metric over clients: {"p5": …, "p50": …, "p95": …}."""
+    return {f"p{p}": float(np.percentile(accuracies, p)) for p in PERCENTILES}
