@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,6 +130,18 @@ def test_a_variance_cannot_be_negative_or_far_away(strategy, value) -> None:
     # A variance of zero is none that others would have sent, but an honest one after rounding to eight bits, too.
     assert list(refused) == ([] if value == 0 else [0])
     assert "variance" in refused.get(0, "variance")
+
+
+def test_an_array_of_integers_below_zero_may_stay_as_it_is() -> None:
+    core = core_of(FedAvg())
+    counters = ~core.space.variances & (torch.arange(LAYOUT.statistics_size) == LAYOUT.statistics_size - 1)
+    assert core.space.statistics[-1].kind == "counter"
+    state = first(core)
+    state = replace(state, statistics=torch.where(counters, -1.0, state.statistics))
+    for value, is_refused in ((-1.0, False), (5.0, False), (-2.0, True)):
+        statistics = torch.where(counters, value, state.statistics)
+        upload = upload_of(core, state, dyadic(LAYOUT.size, 1, 1), statistics)
+        assert (claim(core, state, upload, 1, 10).reason is not None) == is_refused
 
 
 def test_a_loss_that_explodes_or_replies_that_fail_make_a_round_bad() -> None:

@@ -159,7 +159,14 @@ def test_a_parameter_under_another_key_is_refused_in_the_same_words(kind, name, 
 def test_every_public_dataclass_with_parameters_is_tried() -> None:
     exported = [getattr(gluefl, name) for name in gluefl.__all__]
     public = {kind for kind in exported if is_dataclass(kind) and declarations(kind)}
-    apart = {gluefl.Instant, gluefl.Result, gluefl.Samples, TorchOptimizer, Clipped, Scaffold}  # TOML has other words, or none
+    apart = {
+        gluefl.Instant,
+        gluefl.Result,
+        gluefl.Samples,
+        TorchOptimizer,
+        Clipped,
+        Scaffold,
+    }  # TOML has other words, or none
     assert public - apart == {kind for kind, *_ in WRONG}
 
 

@@ -97,8 +97,7 @@ def test_comparing_in_python_gives_the_table_of_the_command(tmp_path) -> None:
     compared = compare(
         mlp(),
         PEOPLE,
-        {"fedavg": FedAvg(), "lean": Lean()},
-        samplers={"lean": Uniform(4)},
+        {"fedavg": FedAvg(), "lean": (Lean(), Uniform(4))},
         rounds=6,
         setting=setting,
         options=Options(out=tmp_path / "runs"),
@@ -120,7 +119,6 @@ def test_comparing_in_python_gives_the_table_of_the_command(tmp_path) -> None:
     for wrong, message in (
         ({"strategies": {}}, "strategies by label"),
         ({"strategies": {"../x": FedAvg()}}, "cannot name a folder"),
-        ({"strategies": {"a": FedAvg()}, "samplers": {"b": Uniform(3)}}, "samplers has b"),
         ({"strategies": {"a": FedAvg()}, "seeds": (1, 1)}, "different numbers"),
     ):
         with pytest.raises(UsageError, match=message):

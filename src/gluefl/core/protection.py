@@ -78,10 +78,11 @@ def _places(statistics: Sequence[Statistic]) -> dict[str, Tensor]:
 
 
 def _lowest(old: Tensor, new: Tensor, exact: bool) -> Tensor:
-    """The smallest values that are no lie, of statistics that are never below 0."""
+    """The smallest values that are no lie, of statistics that are not below 0 unless the model has them there."""
+    least = old.clamp(max=0.0)  # an integer array of an app may be a constant below 0
     if exact or not new.numel():
-        return torch.zeros_like(new)
-    return -(ROUNDING * old.abs() + LEAST_ROUNDING * (new - old).abs().max())
+        return least
+    return least - (ROUNDING * old.abs() + LEAST_ROUNDING * (new - old).abs().max())
 
 
 def _length(vector: Tensor) -> float:

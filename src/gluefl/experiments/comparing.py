@@ -47,9 +47,8 @@ class Compared:
 def compare(
     model: nn.Module,
     population: Population,
-    strategies: Mapping[str, Strategy],
+    strategies: Mapping[str, Strategy | tuple[Strategy, Sampler]],
     *,
-    samplers: Mapping[str, Sampler] | None = None,
     rounds: int = 100,
     setting: Setting | None = None,
     options: Options | None = None,
@@ -57,23 +56,23 @@ def compare(
 ) -> Compared:
     """Train every strategy with every seed: `print(compare(model, population, {"fedavg": FedAvg(), "lean": Lean()}))`.
 
-    A strategy is sampled as `samplers` says under its label, or as goes with it. How clients come to version 0 is the
+    A strategy comes alone, and is sampled as goes with it, or with a sampler: `(GlueFL(), Sticky(10, 40, 8))`. How clients come to version 0 is the
     same for all: known, if that goes with one of the strategies. With a folder in `options`, every run has its own in
     it, named LABEL-SEED, and `gluefl report` shows them.
     """
-    _check(strategies, samplers or {}, seeds)
+    pairs = _pairs(strategies, seeds)
     setting, options = setting or Setting(), options or Options()
-    if setting.initial is None and any(row_of(strategy).initial == "known" for strategy in strategies.values()):
+    if setting.initial is None and any(row_of(strategy).initial == "known" for strategy, _ in pairs.values()):
         setting = replace(setting, initial="known")
-    results: dict[str, list[Result]] = {label: [] for label in strategies}
-    for label, strategy in strategies.items():
+    results: dict[str, list[Result]] = {label: [] for label in pairs}
+    for label, (strategy, sampler) in pairs.items():
         for seed in seeds:
             folder = None if options.folder is None else options.folder / f"{label}-{seed}"
             result = train(
                 model,
                 population,
                 strategy,
-                sampler=(samplers or {}).get(label),
+                sampler=sampler,
                 rounds=rounds,
                 setting=replace(setting, seed=seed),
                 options=replace(options, out=folder),
@@ -82,14 +81,15 @@ def compare(
     return Compared(results)
 
 
-def _check(strategies: Mapping[str, Strategy], samplers: Mapping[str, Sampler], seeds: Sequence[int]) -> None:
+def _pairs(
+    strategies: Mapping[str, Strategy | tuple[Strategy, Sampler]], seeds: Sequence[int]
+) -> dict[str, tuple[Strategy, Sampler | None]]:
+    """Strategy and sampler by label; refuses what cannot be compared."""
     if not isinstance(strategies, Mapping) or not strategies:
         raise UsageError(f'compare needs strategies by label, {{"lean": Lean(), …}}; found {strategies!r}.')
-    unknown = sorted(set(samplers) - set(strategies))
-    if unknown:
-        raise UsageError(f"samplers has {', '.join(unknown)}, which strategies has not: {', '.join(strategies)}.")
     wrong = [label for label in strategies if not isinstance(label, str) or not LABEL.fullmatch(label)]
     if wrong:
         raise UsageError(f"the label {wrong[0]!r} cannot name a folder: use letters, digits and dashes.")
     if not seeds or len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds must be different numbers, at least one; found {list(seeds)}.")
+    return {label: one if isinstance(one, tuple) else (one, None) for label, one in strategies.items()}
