@@ -56,9 +56,9 @@ def compare(
 ) -> Compared:
     """Train every strategy with every seed: `print(compare(model, population, {"fedavg": FedAvg(), "lean": Lean()}))`.
 
-    A strategy comes alone, and is sampled as goes with it, or with a sampler: `(GlueFL(), Sticky(10, 40, 8))`. How clients come to version 0 is the
-    same for all: known, if that goes with one of the strategies. With a folder in `options`, every run has its own in
-    it, named LABEL-SEED, and `gluefl report` shows them.
+    A strategy comes alone, and is sampled as goes with it, or with a sampler: `(GlueFL(), Sticky(10, 40, 8))`. How
+    clients come to version 0 is the same for all: known, if that goes with one of the strategies. With a folder in
+    `options`, every run has its own in it, named LABEL-SEED, and `gluefl report` shows them.
     """
     pairs = _pairs(strategies, seeds)
     setting, options = setting or Setting(), options or Options()
