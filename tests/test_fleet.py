@@ -174,6 +174,22 @@ def test_trips_keep_their_laws(
     assert longer.lost_s is not None or trip.lost_s is None  # more work never saves a client
 
 
+def test_failures_have_their_share_in_every_phase_and_do_not_depend_on_sizes() -> None:
+    fleet, rng = Fleet("edge", "always", seed=4, failure_share=0.3, latency_s=1.0), np.random.default_rng(0)
+    phases = []
+    for number in range(3000):
+        client, clock_s = int(rng.integers(10**6)), float(rng.uniform(0, 10**6))
+        trip = fleet.trip(client, clock_s, 10**6, 10**6, 100)
+        again = fleet.trip(client, clock_s, 10**6, 10 ** (3 + number % 5), 100)
+        ends = np.cumsum([trip.download_s, trip.compute_s, trip.upload_s])
+        phases.append(3 if trip.lost_s is None else int((trip.lost_s >= ends).sum()))
+        assert (trip.lost_s is None) == (again.lost_s is None)
+        assert trip.downloaded == (phases[-1] > 0) == again.downloaded
+    shares = np.bincount(phases, minlength=4) / len(phases)
+    assert shares == pytest.approx([0.1, 0.1, 0.1, 0.7], abs=0.03)  # five standard errors
+    assert all(Fleet("edge", "always", failure_share=1.0).trip(i, 0.0, 1, 1, 1).lost_s is not None for i in range(20))
+
+
 def test_an_offline_client_is_lost_at_once_and_not_synchronised() -> None:
     fleet = Fleet(seed=1)
     off = next(c for c in range(100) if not fleet.is_online(0.0)(c))

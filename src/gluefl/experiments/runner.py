@@ -5,6 +5,7 @@ the runs in progress, each with a checkpoint.
 """
 
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def execute(specs: Sequence[RunSpec], executor: Executor, resume: bool = False, 
     check(specs, resume)
     if reuse is not None:
         copy_done(specs, reuse)
-    pending = [spec for spec in specs if not spec.is_done()]
+    pending = [spec for spec in specs if not spec.is_done() or _is_damaged(spec.folder)]
     for spec in pending:
         (spec.folder / FAILURE).unlink(missing_ok=True)  # it belongs to another configuration
     with GridProgress(len(specs), len(specs) - len(pending)) as progress:
@@ -48,6 +49,16 @@ def execute(specs: Sequence[RunSpec], executor: Executor, resume: bool = False, 
                 raise  # the message names the round and the folder
             done = sum(spec.is_done() for spec in specs)
             raise Interrupted(f"interrupted: {done} of {len(specs)} runs are done. Go on with --resume.") from error
+
+
+def _is_damaged(folder: Path) -> bool:
+    """Whether journal or result of a run that has ended is damaged; it then goes on from its last checkpoint."""
+    from gluefl.experiments.verify import damage_of_result  # torch comes with it
+
+    damage = damage_of_result(folder)
+    if damage is not None:
+        warnings.warn(f"{folder}: {damage}; the run goes on from its last checkpoint", stacklevel=3)
+    return damage is not None
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,7 @@ def copy_done(specs: Sequence[RunSpec], folder: Path) -> None:
             sources.setdefault(config.read_text(encoding="utf-8"), summary.parent)
     for spec in specs:
         source = sources.get(to_toml(spec.config))
-        if source is not None and not spec.folder.exists():
+        if source is not None and not spec.folder.exists() and not _is_damaged(source):
             # Copied under another name and renamed at the end: an interrupted copy must not look like a run.
             incomplete = spec.folder.with_name(f"{INCOMPLETE}{spec.folder.name}")
             shutil.rmtree(incomplete, ignore_errors=True)

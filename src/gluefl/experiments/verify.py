@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,13 @@ def check_result(run: Path, name: str) -> None:
             raise Damaged(f"{run / check.file} is {check.damage}")
 
 
+def damage_of_result(run: Path) -> str | None:
+    """What is wrong with journal and result of a run that has ended, None if nothing is; older runs have no sums."""
+    rounds, journal = _journal(run)
+    checks = [*journal, *_lost_lines(run, rounds, journal), *_results(run)] if (run / CHECKSUMS).exists() else []
+    return next((f"{check.file} is {check.damage}" for check in checks if check.damage is not None), None)
+
+
 def verification_table(checks: Iterable[Check]) -> Table:
     """One row per file."""
     table = Table(title="Files of runs", title_justify="left")
@@ -72,8 +80,7 @@ def _run(run: Path) -> Iterator[Check]:
         and not (run / CHECKPOINT / checkpoint.OLD).exists()
     )
     yield from journal
-    if newest is not None and rounds < newest and journal[0].damage is None:
-        yield Check(run, JOURNAL, "number of lines", f"{rounds} lines, the last checkpoint is of round {newest}")
+    yield from _lost_lines(run, rounds, journal)
     if lost:
         yield Check(run, CHECKPOINT, "existence", "no checkpoint: it was lost or removed, the run cannot go on")
     if (run / EVALUATIONS).exists():
@@ -94,6 +101,17 @@ def _journal(run: Path) -> tuple[int, list[Check]]:
         kind, whole = "checksums", sealed
     damage = f"damaged or half written after line {whole}" if damaged or whole < len(lines) else None
     return whole, [Check(run, JOURNAL, f"{len(lines)} lines, {kind}", damage)]
+
+
+def _lost_lines(run: Path, rounds: int, journal: list[Check]) -> Iterator[Check]:
+    """Whether the journal has all rounds of the last checkpoint, and of the result."""
+    last = max(checkpoint.rounds_in(run / CHECKPOINT), default=0)
+    with suppress(OSError, ValueError, KeyError):  # damage of the checksums is reported as theirs
+        last = max(last, int(unseal((run / CHECKSUMS).read_bytes())[0]["rounds"]))
+    if rounds < last and journal[0].damage is None:
+        yield Check(
+            run, JOURNAL, "number of lines", f"cut off: {rounds} lines, checkpoint or result is of round {last}"
+        )
 
 
 def _lines(run: Path, name: str) -> Check:

@@ -13,10 +13,10 @@ from pydantic import Field
 from gluefl.fleet.availability import Always, Availability, Diurnal, RecordedSessions
 from gluefl.fleet.compute import MeasuredCompute
 from gluefl.fleet.networks import MEASURED, Measured, Network, RecordedSpeeds, UniformSpeeds
-from gluefl.fleet.noise import Floats, Ints
+from gluefl.fleet.noise import Floats, Ints, Noise
 from gluefl.fleet.traces import lines
 from gluefl.fleet.trips import Trip
-from gluefl.parameters import File, NonNegative, OneOf, Range, Seed, checked
+from gluefl.parameters import ClosedShare, File, NonNegative, OneOf, Range, Seed, checked
 
 NETWORKS = (*MEASURED, "uniform", "file")
 Factor = Annotated[float, Field(ge=1e-9, le=1e9)]
@@ -51,6 +51,7 @@ class Fleet:
     compute_factor: Factor = 1.0  # the authors' runs: 0.4
     model_cost: Factor = 1.0  # time per sample of this model against that of the table
     latency_s: NonNegative = 0.0  # added once per direction
+    failure_share: ClosedShare = 0.0  # of the invited clients, lost while they download, train or upload
     uniform_down_mbps: Range = (40.0, 40.0)
     uniform_up_mbps: Range = (15.0, 15.0)
     network_file: File | None = None
@@ -113,11 +114,24 @@ class Fleet:
         return self._availability.online_until(client, clock_s, math.inf)
 
     def trip(self, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int) -> Trip:
-        """Download, train, upload; a client that goes offline before the end is lost at that moment."""
-        download_s, compute_s, upload_s = self._durations(self._speeds_of(client), down_bytes, up_bytes, samples)
-        arrival_s = download_s + compute_s + upload_s
+        """Download, train, upload; a client that goes offline or fails before the end is lost at that moment."""
+        durations = self._durations(self._speeds_of(client), down_bytes, up_bytes, samples)
+        arrival_s = sum(durations)
         stays_s = self._availability.online_until(client, clock_s, clock_s + arrival_s) - clock_s
-        return Trip(download_s, compute_s, upload_s, stays_s if stays_s < arrival_s else None)
+        if self.failure_share:
+            stays_s = min(stays_s, self._fails_s(client, clock_s, durations))
+        return Trip(*durations, stays_s if stays_s < arrival_s else None)
+
+    def _fails_s(self, client: int, clock_s: float, durations: tuple[float, float, float]) -> float:
+        """When a client fails, `inf` if it does not: in a random phase, at a random moment of it.
+
+        Whether and in which phase depends on client and time alone: a round asks again when it has the real sizes.
+        """
+        keys = client, int(np.float64(clock_s).view(np.int64))
+        if self._failures[0].uniform(*keys)[0] >= self.failure_share:
+            return math.inf
+        phase, share = divmod(3 * float(self._failures[1].uniform(*keys)[0]), 1)
+        return sum(durations[: int(phase)]) + share * durations[int(phase)]
 
     @cached_property
     def _network(self) -> Network:
@@ -138,6 +152,10 @@ class Fleet:
     @cached_property
     def _compute(self) -> MeasuredCompute:
         return MeasuredCompute(self.seed)
+
+    @cached_property
+    def _failures(self) -> tuple[Noise, Noise]:
+        return Noise(self.seed, "failure"), Noise(self.seed, "moment of failure")
 
     @cached_property
     def _speeds_of(self) -> Callable[[int], tuple[float, float, float]]:

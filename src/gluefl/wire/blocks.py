@@ -98,7 +98,9 @@ class BlockIntegers:
             raise WireError(f"{count} values take {self.longest(count)} bytes, {len(data)} were found")
         blocks = -(-count // BLOCK)
         scales = (np.frombuffer(data, "<u2", blocks).astype(np.uint32) << 16).view(np.float32)
-        if not np.isfinite(scales * np.float32(self.largest)).all() or np.signbit(scales).any():
+        with np.errstate(over="ignore"):
+            values_are_finite = np.isfinite(scales * np.float32(self.largest)).all()
+        if not values_are_finite or np.signbit(scales).any():
             raise WireError("the scale of a block is negative, too large or not a number")
         integers = np.frombuffer(data, np.int8, offset=2 * blocks)
         if self.bits == 4:

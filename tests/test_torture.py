@@ -1,0 +1,140 @@
+"""The torture in its shortest form, that it sees what is wrong, and what it found."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from gluefl.cli import main
+from gluefl.storage.journal import read
+from stubs import ROOT
+
+TORTURE = ROOT / "tools" / "torture"
+sys.path.insert(0, str(TORTURE))
+
+import fuzz  # noqa: E402
+import mutation  # noqa: E402
+import rounds  # noqa: E402
+
+on_linux = pytest.mark.skipif(not hasattr(os, "fork") or sys.platform != "linux", reason="forks, and mounts disks")
+
+
+@on_linux
+def test_kills_damage_pairs_and_bad_disks(tmp_path) -> None:
+    """In a process of its own: it forks."""
+    command = [sys.executable, str(TORTURE), "kills", "damage", "pairs", "disks", "--count", "3"]
+    command += ["--work", str(tmp_path / "work"), "--json", str(tmp_path / "counts.json")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    assert counts["kills"]["kills"] >= 3 and counts["kills"]["runs"] >= 1
+    assert counts["damage"]["same result"] + counts["damage"].get("refused", 0) == 3
+    assert counts["pairs"]["pairs"] == 3 and counts["disks"]["trials"] >= 6
+
+
+def test_mutated_messages_are_decoded_or_refused() -> None:
+    counts = fuzz.fuzz(mutation.seeds(), 1500, seed=7)
+    assert counts["decoded"] + counts["refused"] == counts["messages"] == 1500
+    assert counts["decoded"] > 50 and counts["refused"] > 500  # mutants come past the checksums
+
+
+def test_another_exception_and_a_message_that_is_not_sound_are_seen(monkeypatch) -> None:
+    def broken(data, expected):
+        header, _ = decode(data, expected)
+        raise IndexError(header)
+
+    found, decode = mutation.seeds(), fuzz.wire.decode
+    name = "package-whole"
+    monkeypatch.setattr(fuzz, "sound", lambda body, expected: False)
+    counts = fuzz.fuzz({name: found[name]}, 60, seed=1)
+    assert any(outcome.startswith("wrong: package-whole") for outcome in counts)
+    monkeypatch.setattr(fuzz, "warm", lambda one: None)
+    monkeypatch.setattr(fuzz.wire, "decode", broken)
+    counts = fuzz.fuzz({name: found[name]}, 60, seed=1)
+    assert any("IndexError" in outcome for outcome in counts)
+
+
+def test_a_hostile_server_changes_nothing() -> None:
+    pytest.importorskip("flwr")
+    import hostile
+
+    counts = Counter[str]()
+    assert hostile.hostile_server(3, "lean", 2, counts) == []
+    assert counts["hostile server: tasks refused"] + counts["hostile server: tasks asked for a model"] > 20
+
+
+def test_growth_is_seen() -> None:
+    positions, noise = np.arange(90.0), np.random.default_rng(0).standard_normal(90)
+    slope, low, high = rounds.line_through(0.05 * positions + noise, positions)
+    assert 0 < low < slope < high < 0.1
+    slope, low, high = rounds.line_through(noise, positions)
+    assert low < 0 < high
+
+
+CONFIG = """
+rounds = 4
+[population]
+name = "glyphs"
+clients = 12
+test_samples = 20
+[model]
+name = "mlp"
+hidden = 2
+[sampling]
+name = "uniform"
+cohort = 2
+[training]
+steps = 1
+[strategy]
+name = "stc"
+[checkpoint]
+every = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> Path:
+    """The folder of a run that has ended."""
+    folder = tmp_path_factory.mktemp("ended")
+    (folder / "config.toml").write_text(CONFIG)
+    result = CliRunner().invoke(main, ["run", str(folder / "config.toml"), "--out", str(folder / "run")])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def outcome(run: Path) -> tuple:
+    lines = [{key: value for key, value in line.items() if key != "wall_s"} for line in read(run / "journal.jsonl")[0]]
+    return lines, (run / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "summary.json", "checksums.json", "journal.jsonl", "last line"])
+def test_a_damaged_result_is_made_again_and_said(ended, tmp_path, name) -> None:
+    run = Path(shutil.copytree(ended / "run", tmp_path / "run"))
+    path = run / ("journal.jsonl" if name == "last line" else name)
+    data = bytearray(path.read_bytes())
+    if name == "last line":
+        data = data[: data.rstrip().rfind(b"\n") + 1]
+    else:
+        data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match="the run goes on from its last checkpoint"):
+        result = CliRunner().invoke(main, ["run", str(ended / "config.toml"), "--out", str(run), "--resume"])
+    assert result.exit_code == 0 and outcome(run) == outcome(ended / "run")
+
+
+def test_a_result_without_its_journal_is_refused_in_words(ended, tmp_path) -> None:
+    run = Path(shutil.copytree(ended / "run", tmp_path / "run"))
+    (run / "journal.jsonl").unlink()
+    with pytest.warns(UserWarning, match=r"journal\.jsonl is missing"):
+        result = CliRunner().invoke(main, ["run", str(ended / "config.toml"), "--out", str(run), "--resume"])
+    assert result.exit_code == 1 and "gluefl: " in result.output
+    shutil.rmtree(run / "checkpoint")
+    assert CliRunner().invoke(main, ["verify", str(run)]).exit_code == 1
