@@ -147,6 +147,6 @@ def _joined(leaves: Sequence["array[int]"]) -> Entries:
 def _contained(some: Entries, all: Entries) -> NDArray[np.bool_]:
     """Which members of an ascending array another one has."""
     if not len(all):
-        return np.zeros(len(some), bool)
-    nearest: Entries = all[np.searchsorted(all, some).clip(max=len(all) - 1)]
-    return nearest == some
+        return np.zeros(len(some), np.bool_)
+    equal: NDArray[np.bool_] = all[np.searchsorted(all, some).clip(max=len(all) - 1)] == some
+    return equal

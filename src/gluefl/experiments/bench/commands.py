@@ -111,24 +111,19 @@ def bench_fleet(rounds: int, as_json: bool) -> None:
     _show(measure(rounds), as_json)
 
 
-class Sizes(click.ParamType):
-    """Sizes of populations with commas between them."""
-
-    name = "N,N,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The numbers; refuses what is none, and populations that are too small for the cohort or too large."""
-        try:
-            sizes = tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} must be whole numbers with commas between them, as in 1000,1000000.", param, ctx)
-        if not all(1000 <= size <= 10**10 for size in sizes):
-            self.fail(f"{value!r}: populations have from 1000 to {10**10} clients.", param, ctx)
-        return sizes
+def sizes_of(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """Sizes of populations with commas between them; refuses those that are too small for a cohort or too large."""
+    try:
+        sizes = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} must be whole numbers with commas between them.") from None
+    if not all(1000 <= size <= 10**10 for size in sizes):
+        raise click.BadParameter(f"{value!r}: populations have from 1000 to {10**10} clients.")
+    return sizes
 
 
 @bench.command("scale")
-@click.option("--clients", type=Sizes(), default="1000,1000000,100000000", show_default=True, help="Populations.")
+@click.option("--clients", callback=sizes_of, default="1000,1000000,100000000", show_default=True, help="Populations.")
 @click.option("--rounds", type=click.IntRange(15, 10**6), default=40, show_default=True)
 @click.option(
     "--known", type=MANY, default=300_000, show_default=True, help="Clients that were invited before, at most N/2."
