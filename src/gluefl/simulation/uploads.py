@@ -53,6 +53,7 @@ def compress(
     def encode() -> None:
         started = wire.encode_positions([bodies[client] for client in waiting], under_way=True)
         encodings.update(zip(waiting, started))
+        bodies.update({client: wire.stored(bodies[client]) for client in waiting})
         waiting.clear()
 
     for outcome in outcomes:
@@ -76,7 +77,7 @@ def compress(
             sim.memories[client] = outcome.memory
         bodies[client] = wire.Body(update, core.traits.beside(outcome.statistics), shared, False, codec)
         waiting.append(client)
-        if len(waiting) == ENCODED_TOGETHER:
+        if len(waiting) == ENCODED_TOGETHER or core.space.size >= wire.LARGE:
             encode()
     encode()
     uploads = _received(sim, state, groups, bodies, encodings, losses)
