@@ -23,6 +23,7 @@ def _load(path: Path) -> ModuleType:
 
 
 twin = _load(ROOT / "examples" / "gluefl_in_one_file.py")
+lean_twin = _load(ROOT / "examples" / "lean_in_one_file.py")
 
 
 @dataclass(frozen=True)
