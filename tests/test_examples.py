@@ -13,7 +13,7 @@ EXAMPLES = ROOT / "examples"
 
 def test_a_strategy_of_ones_own_saves_bytes_and_learns() -> None:
     example = load(EXAMPLES / "own_strategy.py")
-    (run,) = example.main(rounds=8).results["threshold"]
+    (run,) = example.main(rounds=4).results["threshold"]
     densities = [line["update_density"] for line in run.journal]
     assert 0 < min(densities) < max(densities) < 0.2  # as many as are large, not a fixed share
     assert run.journal[-1]["loss"] < run.journal[0]["loss"]
@@ -22,8 +22,8 @@ def test_a_strategy_of_ones_own_saves_bytes_and_learns() -> None:
 
 
 def test_a_population_of_ones_own_learns() -> None:
-    result = load(EXAMPLES / "own_population.py").main(rounds=15)
-    assert result.summary["accuracy"] > 0.5  # of four states
+    result = load(EXAMPLES / "own_population.py").main(rounds=10)
+    assert result.summary["last_accuracy"] > 0.5  # of four states
 
 
 def test_the_notebook_prints_what_it_shows() -> None:

@@ -19,7 +19,7 @@ DIST = ROOT / "dist"
 BUILD = "from setuptools import build_meta as b; print(b.build_wheel('dist'), b.build_sdist('dist'), sep='\\n')"
 EXTRAS = "flwr ray matplotlib pandas PIL pyarrow tensorboardX mlflow wandb transformers peft dp_accounting mkdocs"
 SMALL = """
-rounds = 4
+rounds = 2
 target = 0.5
 population = { name = "glyphs", clients = 40 }
 model = { name = "mlp" }
