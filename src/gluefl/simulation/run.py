@@ -2,15 +2,18 @@
 
 import copy
 import hashlib
+import tomllib
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gluefl import wire
 from gluefl.accel.resources import resources
+from gluefl.accel.streams import on_side_stream
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator
 from gluefl.clients.residuals import Residuals, room_on
@@ -29,7 +32,6 @@ from gluefl.simulation.lookahead import player as player  # without look-ahead: 
 from gluefl.simulation.loop import Loop, Records
 from gluefl.simulation.parts import Simulation
 from gluefl.simulation.process import device_of
-from gluefl.simulation.progress import progress
 from gluefl.simulation.result import Result, percentiles
 from gluefl.simulation.settings import Options, Setting
 from gluefl.storage.journal import Journal, Totals
@@ -37,6 +39,7 @@ from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import whole
+from gluefl.watching import Goal, Watched
 
 
 def train(
@@ -85,10 +88,18 @@ def train(
         evaluator = Evaluator(
             module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
-        with progress(rounds, options.progress) as shown:
-            loop = Loop(rounds, evaluation, options, (*shown, *options.callbacks))
-            state = loop.run(player(sim.core.space.device), sim, state, Records(journal, totals, folder), evaluator)
-        summary = _summary(sim, totals)
+        watched = Watched(
+            name=name_of(strategy) if folder is None else folder.path.resolve().name,
+            rounds=rounds,
+            goal=Goal(target=evaluation.target, window=evaluation.average),
+            folder=options.folder,
+            configuration=tomllib.loads(description),
+            played=journal.stored,
+            tensors=partial(_tensors, sim, module),
+        )
+        loop = Loop(rounds, evaluation, options, watched)
+        state = loop.run(player(sim.core.space.device), sim, state, Records(journal, totals, folder), evaluator)
+        summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None}
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
         named = sim.core.layout.state_dict(module, *state.model)
@@ -169,6 +180,12 @@ def _memories(setting: Setting, options: Options, layout: Layout) -> Residuals |
         return None
     folder = options.folder / CHECKPOINT / "memories" if options.folder else None
     return Residuals(kept, folder, options.residual_memory_bytes, keep=options.checkpoints_kept)
+
+
+def _tensors(sim: Simulation, module: nn.Module, state: State) -> dict[str, Tensor]:
+    """The model of a state under the names of the module, between two rounds."""
+    with on_side_stream(sim.core.space.device, "evaluation"):
+        return sim.core.layout.state_dict(module, *state.model)
 
 
 def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:
