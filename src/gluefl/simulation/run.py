@@ -6,6 +6,7 @@ import tomllib
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from gluefl.simulation.loop import Loop, Records
 from gluefl.simulation.parts import Simulation
 from gluefl.simulation.process import device_of
 from gluefl.simulation.result import Result, percentiles
-from gluefl.simulation.settings import Options, Setting
+from gluefl.simulation.settings import Evaluation, Options, Setting
 from gluefl.storage.journal import Journal, Totals
 from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
@@ -88,15 +89,7 @@ def train(
         evaluator = Evaluator(
             module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
-        watched = Watched(
-            name=name_of(strategy) if folder is None else folder.path.resolve().name,
-            rounds=rounds,
-            goal=Goal(target=evaluation.target, window=evaluation.average),
-            folder=options.folder,
-            configuration=tomllib.loads(description),
-            played=journal.stored,
-            tensors=partial(_tensors, sim, module),
-        )
+        watched = _watched(sim, module, rounds, evaluation, description, options.folder, journal)
         loop = Loop(rounds, evaluation, options, watched)
         state = loop.run(player(sim.core.space.device), sim, state, Records(journal, totals, folder), evaluator)
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None}
@@ -180,6 +173,27 @@ def _memories(setting: Setting, options: Options, layout: Layout) -> Residuals |
         return None
     folder = options.folder / CHECKPOINT / "memories" if options.folder else None
     return Residuals(kept, folder, options.residual_memory_bytes, keep=options.checkpoints_kept)
+
+
+def _watched(
+    sim: Simulation,
+    module: nn.Module,
+    rounds: int,
+    evaluation: Evaluation,
+    description: str,
+    folder: Path | None,
+    journal: Journal,
+) -> Watched:
+    """The run as its callbacks see it."""
+    return Watched(
+        name=name_of(sim.core.strategy) if folder is None else folder.resolve().name,
+        rounds=rounds,
+        goal=Goal(target=evaluation.target, window=evaluation.average),
+        folder=folder,
+        configuration=tomllib.loads(description),
+        played=journal.stored,
+        tensors=partial(_tensors, sim, module),
+    )
 
 
 def _tensors(sim: Simulation, module: nn.Module, state: State) -> dict[str, Tensor]:
