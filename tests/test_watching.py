@@ -20,6 +20,7 @@ import gluefl
 from gluefl import BestModel, EarlyStopping, FedAvg, MLflow, Options, TensorBoard, TimeLimit, WandB, load
 from gluefl.errors import UsageError
 from gluefl.experiments.verify import verify
+from gluefl.scores import SCORES, Score
 from gluefl.watching import Goal, Watched, watching
 from gluefl.watching.best import BEST
 from gluefl.watching.best import read as read_best
@@ -71,7 +72,7 @@ def test_early_stopping_waits_for_a_better_value(values, patience, gain, lower) 
             expected = round
             break
     lines = [line(round, value) for round, value in enumerate(values, 1)]
-    assert ended(EarlyStopping(patience, gain), lines, goal=Goal(lower_is_better=lower)) == expected
+    assert ended(EarlyStopping(patience, gain), lines, goal=Goal(Score(higher_is_better=not lower))) == expected
 
 
 @given(VALUES, st.integers(1, 4), st.data())
@@ -242,7 +243,7 @@ def test_the_status_says_what_the_target_is_compared_with() -> None:
     status.add(line(2, None))
     status.add(line(3, 0.812))
     assert str(status) == "accuracy 81.2% (75.6 of 85%)  down 3 MB"
-    lower = Status(Goal("perplexity", True, 20.0))
+    lower = Status(Goal(SCORES["perplexity"], 20.0))
     lower.add(line(1, 23.4567))
     assert str(lower) == "perplexity 23.46 of 20  down 1 MB"
 

@@ -8,6 +8,7 @@ from rich.progress import TaskID
 
 from gluefl.experiments.grid import RunSpec
 from gluefl.experiments.runs import JournalTail
+from gluefl.scores import SCORES
 from gluefl.watching import Goal
 from gluefl.watching.progress import bars, line_of
 from gluefl.watching.status import Status
@@ -78,4 +79,6 @@ class RunProgress:
 
 
 def _status(spec: RunSpec) -> Status:
-    return Status(Goal(target=spec.config.target, window=spec.config.evaluation.average))
+    table = spec.config.evaluation
+    score = SCORES[table.metric].on("test" if table.held_out is None else "validation")
+    return Status(Goal(score, spec.config.target, table.average))

@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gluefl.scores import Score
+
 if TYPE_CHECKING:  # tables and numbers of the command line need no torch
     from torch import Tensor
 
@@ -45,14 +47,13 @@ else:
 class Goal:
     """What the evaluations of a run measure, and what they aim at."""
 
-    metric: str = "accuracy"
-    lower_is_better: bool = False
+    score: Score = Score()  # noqa: RUF009 - frozen
     target: float | None = None
     window: int = 1  # the mean of this many evaluations is compared with the target
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
         """Whether a value is better than another one, by more than `by`."""
-        return than - value > by if self.lower_is_better else value - than > by
+        return value - than > by if self.score.higher_is_better else than - value > by
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,6 @@ def percent(share: float) -> str:
     return f"{share:.1%}".replace(".0%", "%")
 
 
-def shown(value: float, goal: Goal) -> str:
-    """A value of the metric: a share in percent, any other number with four digits."""
-    return f"{value:.1%}" if goal.metric == "accuracy" else f"{value:.4g}"
-
-
 class Status:
     """What is shown of a run, from the lines of its journal."""
 
@@ -48,11 +43,11 @@ class Status:
         down, goal, known = f"down {volume(self._down_bytes)}", self.goal, len(self._values)
         if not known:
             return down
-        value = f"{goal.metric} {shown(self._values[-1], goal)}"
+        value = f"{goal.score.name} {goal.score.text(self._values[-1])}"
         if goal.target is None:
             return f"{value}  {down}"
-        target = percent(goal.target) if goal.metric == "accuracy" else f"{goal.target:.4g}"
+        target = goal.score.short(goal.target)
         if goal.window == 1:
             return f"{value} of {target}  {down}"
-        mean = shown(math.fsum(self._values) / known, goal).removesuffix("%")
+        mean = goal.score.text(math.fsum(self._values) / known).removesuffix("%")
         return f"{value} ({f'{mean} of {target}' if known == goal.window else f'{known}/{goal.window}'})  {down}"

@@ -9,7 +9,6 @@ from gluefl.errors import UsageError
 from gluefl.parameters import Count, NonNegative, Positive, checked
 from gluefl.storage.journal import Line
 from gluefl.watching import AfterRound, Watched
-from gluefl.watching.status import shown
 
 
 @checked
@@ -34,8 +33,9 @@ class EarlyStopping:
 
         def check() -> None:
             if best is not None and since >= self.patience:
-                value, round = shown(best[0], run.goal), best[1]
-                run.stop(f"{since} evaluations without a better {run.goal.metric} than {value} in round {round}")
+                (value, round), score = best, run.goal.score
+                text = f"{score.name} than {score.text(value)} in round {round}"
+                run.stop(f"{since} evaluations without a better {text}")
 
         def after_round(line: Line, state: Any) -> None:
             add(line)

@@ -21,6 +21,7 @@ from gluefl.watching import AfterRound, Watched
 SCALARS = {
     "loss/train": "loss",
     "loss/test": "test_loss",
+    "loss/validation": "validation_loss",
     "bytes/down": "down_bytes",
     "bytes/up": "up_bytes",
     "seconds/round": "round_s",
@@ -59,7 +60,7 @@ def followed(open_log: Callable[[Watched], Log], run: Watched) -> Iterator[After
 
     def after_round(line: Mapping[str, Any], state: Any) -> None:
         add(line)
-        keys = {run.goal.metric: "accuracy", **SCALARS}
+        keys = {run.goal.score.name: "accuracy", **SCALARS}
         values = {tag: line[key] for tag, key in keys.items() if line.get(key) is not None}
         log.scalars({**values, **totals}, line["round"])
 
