@@ -77,13 +77,13 @@ class Stored:
         return self.decoded.with_values(values)
 
 
-def stored(body: Body, least: int = LARGE) -> Body:
+def stored(body: Body) -> Body:
     """A large upload with its update as bytes; others, and those that cannot be encoded, as they are.
 
     On a GPU updates stay where they are: there memory is for them, and a copy would synchronise.
     """
     update = body.update
-    if not isinstance(body.codec, BodyCodec) or update.size < least or not update.is_whole or update.values.is_cuda:
+    if not isinstance(body.codec, BodyCodec) or update.size < LARGE or not update.is_whole or update.values.is_cuda:
         return body
     if not update.finite():
         return body
