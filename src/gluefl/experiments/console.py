@@ -41,6 +41,17 @@ def percent(share: float) -> str:
     return f"{share:.1%}".replace(".0%", "%")
 
 
+def times(ratio: float, at_least: bool = False) -> str:
+    """A ratio in words, `33.8 times less`; with `at_least` it is a lower bound."""
+    if ratio <= 0:
+        return "nothing"
+    if ratio < 0.98:
+        return f"{'≤ ' if at_least else ''}{1 / ratio:.3g} times less"
+    if ratio > 1.02:
+        return f"{'≥ ' if at_least else ''}{ratio:.3g} times more"
+    return "≥ the same" if at_least else "about the same"
+
+
 def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     """One row per strategy, means over its seeds; ratios to the first row. Values are those at the target."""
     target = runs[0]["target"]
