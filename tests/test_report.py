@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 
 from browser import CHROMIUM, Page, browser
 from gluefl.cli import main
-from gluefl.experiments.console import times
 from gluefl.experiments.report import page, plots
 from gluefl.experiments.report.chart import Axis, Figure, Series, thinned
 from gluefl.experiments.report.comparison import Comparison, common_accuracy, compare, palette, read
@@ -32,6 +31,7 @@ from gluefl.experiments.report.figures import figures
 from gluefl.experiments.report.headline import differences, headline, headlines
 from gluefl.experiments.report.live import serving
 from gluefl.experiments.runs import find, read_run
+from gluefl.experiments.units import times
 from runs import small_run
 
 TIMED = {"accuracy-time", "time"}

@@ -156,7 +156,7 @@
       one.x.forEach((value, i) => {
         const at = { cx: x.place(value), cy: y.place(one.y[i]), r: one.kind === "seed" ? 3 : 8 };
         // A point on top of another one is smaller, so that the other one shows as a ring.
-        if (one.kind === "mean") at.r -= 3 * Math.min(2, covered.filter(other => Math.hypot(other.cx - at.cx, other.cy - at.cy) < 7).length);
+        if (one.kind === "mean") at.r -= 3 * Math.min(2, covered.filter(other => Math.hypot(other.cx - at.cx, other.cy - at.cy) < 12).length);
         if (one.kind === "mean") covered.push(at);
         const style = one.unreached ? `fill:var(--card);stroke:${colour(one.label)}` : `fill:${colour(one.label)}`;
         element("circle", { ...at, class: one.kind, style }, svg);

@@ -1,15 +1,14 @@
 """The main table, like Table 2 of the paper: volumes and times to a target, ratios to FedAvg, the best in bold."""
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gluefl.experiments.console import times
 from gluefl.experiments.report import wording
 from gluefl.experiments.report.comparison import INCIDENTAL, Comparison, common_accuracy
-from gluefl.experiments.report.summaries import TIMES, VOLUMES, Summaries, Units, unit
+from gluefl.experiments.report.summaries import Summaries
+from gluefl.experiments.units import TIMES, VOLUMES, Units, places, times, unit
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,13 @@ def _column(table: Summaries, measure: SummaryColumn) -> tuple[str, dict[str, Ce
         if measure.has_ratio and label in means and means.get(table.base) and comparable and label != table.base:
             ratio = times(means[label] / means[table.base], at_least=bool(at_least))
         values = [value / factor for value in table.values(label, key)]
-        form = "{:.1%}" if measure.is_share else "{:.0f}" if key == "rounds" else f"{{:.{_places(values)}f}}"
+        form = (
+            "{:.1%}"
+            if measure.is_share
+            else "{:.0f}"
+            if key == "rounds"
+            else f"{{:.{places(statistics.fmean(values) if values else 0)}f}}"
+        )
         cells[label] = _cell(values, form, at_least, ratio)
     best = {cells[label].text for label in _best(table, measure, means)}  # cells that look the same are equally good
     heading = f"{measure.heading} ({name})" if name else measure.heading
@@ -169,9 +174,3 @@ def _cell(values: Sequence[float], form: str, at_least: str, ratio: str) -> Cell
         return Cell("–")
     spread = form.format(statistics.stdev(values)) if len(values) > 1 else ""
     return Cell(at_least + form.format(statistics.fmean(values)), spread, ratio)
-
-
-def _places(values: Sequence[float]) -> int:
-    """Decimals that give the mean three digits."""
-    mean = statistics.fmean(values) if values else 0
-    return max(0, 2 - math.floor(math.log10(mean))) if mean > 0 else 0

@@ -1,16 +1,12 @@
 """The numbers of a table: summaries of all runs at one target."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gluefl.experiments.report.comparison import Comparison
 from gluefl.experiments.runs import Run
-
-VOLUMES = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
-TIMES = ((3600, "h"), (60, "min"), (1, "s"))
-Units = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True)
@@ -69,11 +65,3 @@ def baseline(comparison: Comparison) -> str:
         label for label, runs in comparison.variants.items() if runs[0].config.get("strategy.name", label) == "fedavg"
     ]
     return "fedavg" if "fedavg" in comparison.variants else (plain or list(comparison.variants))[0]
-
-
-def unit(units: Units, means: Iterable[float]) -> tuple[float, str]:
-    """One unit for numbers that are read together: the largest in which the smallest is not below 1."""
-    if not units:
-        return 1, ""
-    smallest = min((mean for mean in means if mean > 0), default=1)
-    return next(((factor, name) for factor, name in units if smallest >= factor), units[-1])

@@ -1,7 +1,8 @@
 """The sentences around a table: what it compares, its main result, and what limits it."""
 
-from gluefl.experiments.console import percent, times
-from gluefl.experiments.report.summaries import TIMES, VOLUMES, Summaries, unit
+from gluefl.experiments.console import percent
+from gluefl.experiments.report.summaries import Summaries
+from gluefl.experiments.units import TIMES, VOLUMES, times, unit
 from gluefl.experiments.windows import remark, window
 
 
@@ -39,16 +40,17 @@ def _amounts(table: Summaries, best: str, base: str) -> str:
     """`10.4 MB instead of 351 MB, in 20 min instead of 79 min of simulated time`."""
     down, seconds = table.means("down_bytes"), table.means("total_s")
     factor, name = unit(VOLUMES, (down[best], down[base]))
-    text = f"{_digits(down[best] / factor)} {name} instead of {_digits(down[base] / factor)} {name}"
+    text = f"{_digits(down[best] / factor, name)} instead of {_digits(down[base] / factor, name)}"
     if best in seconds and base in seconds:
         factor, name = unit(TIMES, (seconds[best], seconds[base]))
-        ours, theirs = (_digits(seconds[label] / factor) for label in (best, base))
-        text += f", in {ours} {name} instead of {theirs} {name} of simulated time"
+        ours, theirs = (_digits(seconds[label] / factor, name) for label in (best, base))
+        text += f", in {ours} instead of {theirs} of simulated time"
     return text
 
 
-def _digits(number: float) -> str:
-    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+def _digits(number: float, unit_name: str) -> str:
+    """Three digits and a unit that stays on the same line."""
+    return (f"{number:.3g}" if number < 999.5 else f"{number:.0f}") + f"\N{NO-BREAK SPACE}{unit_name}"
 
 
 def _seeds(table: Summaries) -> str:
