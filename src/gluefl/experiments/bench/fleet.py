@@ -85,9 +85,8 @@ def _fresh_memory_mb(clients: int) -> float:
 def scale(rounds: int) -> dict[str, dict[str, float]]:
     """Seconds per round and memory for a thousand and for a million clients."""
     best = dict.fromkeys(SCALES, float("inf"))
-    for seed in counted(
-        range(REPEATS), "repetitions"
-    ):  # alternating, and the best of each: other load on the machine affects both alike
+    # Alternating, and the best of each: other load on the machine affects both alike.
+    for seed in counted(range(REPEATS), "repetitions"):
         for clients in SCALES:  # a new fleet each time, because a fleet keeps the results of earlier queries
             best[clients] = min(best[clients], _seconds(clients, rounds, clients + seed))
     return {

@@ -8,7 +8,7 @@ from gluefl.experiments.report.chart import Axis, Figure, Series
 
 COLOURS = ("#2a78d6", "#eb6834", "#1a9c6e", "#6a4bbf", "#c98a00", "#d6487f", "#0f7f8c", "#7a6a58")
 DASHES: tuple[Any, ...] = (  # of the page: lines that coincide are told apart
-    "-", (0, (4, 2)), (0, (3, 3)), (0, (5.6, 1.6, 1.2, 1.6)), "-", (0, (2, 1.6)), (0, (1, 1.2)), (0, (7, 2.4))
+    "-", (0, (5, 2.5)), (0, (6, 6)), (0, (5.6, 1.6, 1.2, 1.6)), "-", (0, (2, 1.6)), (0, (1, 1.2)), (0, (7, 2.4))
 )  # fmt: skip
 PARTS = ("#2a5d9c", "#b9c3d0", "#7fb0e4", "#e6c98f")
 UNITS: dict[str, tuple[tuple[float, str], ...]] = {
@@ -166,4 +166,5 @@ def _factor(axis: Axis, values: Sequence[float]) -> float:
 
 def _title(axis: Axis, factor: float) -> str:
     unit = dict(UNITS[axis.unit])[factor]
-    return f"{axis.title} ({unit})" if unit else axis.title
+    notes = ", ".join(note for note in (unit, "log scale" if axis.log and unit else "") if note)
+    return f"{axis.title} ({notes})" if notes else axis.title
