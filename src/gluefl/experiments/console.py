@@ -15,6 +15,7 @@ from gluefl.experiments.theory.planning import Plan
 from gluefl.experiments.units import TIMES, VOLUMES, places
 from gluefl.experiments.units import unit as common_unit
 from gluefl.experiments.windows import remark, window
+from gluefl.scores import Score
 
 
 def console() -> Console:
@@ -49,6 +50,7 @@ def percent(share: float) -> str:
 def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     """One row per strategy, means over its seeds, beside the first row. Values are those at the target."""
     target, timed = runs[0]["target"], all(run["total_s"] is not None for run in runs)
+    score = Score.of_summary(runs[0])
     by_label: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         by_label.setdefault(run["strategy"], []).append(run)
@@ -63,7 +65,9 @@ def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     table.title_justify = table.caption_justify = "left"
     first = next(iter(by_label.values()))
     less = "times\nless"
-    headings = ["rounds", "accuracy\n%", f"download\n{volumes[1]}", less, f"total\n{volumes[1]}", less, "share\n%"]
+    percent_sign = "\n%" if score.is_share else ""
+    headings = ["rounds", score.name + percent_sign, *(["test" + percent_sign] if tested(runs) else [])]
+    headings += [f"download\n{volumes[1]}", less, f"total\n{volumes[1]}", less, "share\n%"]
     headings += [f"time\n{seconds[1]}", f"down\n{seconds[1]}"] if timed else []
     table.add_column("strategy")
     for heading in headings:
@@ -72,14 +76,21 @@ def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
         cells = _comparison_cells(repetitions, first, volumes[0])
         cells += [_number(_mean(repetitions, key) / seconds[0]) for key in ("total_s", "download_s")] if timed else []
         table.add_row(label, *cells)
-    notes = [f"Accuracy: {window(runs)}.", remark(by_label) if target is not None else ""]
+    notes = [f"{score.title}: {window(runs)}.", remark(by_label) if target is not None else ""]
     notes += [f"Times less: than {first[0]['strategy']}."] if len(by_label) > 1 else []
     notes += ["Share: of the model, downloaded per client and round."]
     notes += ["Time: simulated; down: the part of it that is download."] if timed else []
     if target is not None and any(run["reached_round"] is None for run in runs):
         notes.append("* not every run reached the target: the figures are those at its last round.")
+    if tested(runs):
+        notes.append(f"Test: {runs[0]['metric']} of the final model on the test samples.")
     table.caption = "\n".join(note for note in notes if note)
     return table
+
+
+def tested(runs: Sequence[dict[str, Any]]) -> bool:
+    """Whether targets were decided on validation samples, and the test samples used for the final models only."""
+    return all(run.get("test_accuracy") is not None for run in runs)
 
 
 def _title(runs: Sequence[dict[str, Any]]) -> str:
@@ -88,18 +99,23 @@ def _title(runs: Sequence[dict[str, Any]]) -> str:
     if target is None:
         return "After the last round"
     if all(run["reached_round"] is None for run in runs):
-        return f"After the last round: no run reached {percent(target)} accuracy"
-    return f"To {percent(target)} accuracy"
+        return f"After the last round: no run reached {Score.of_summary(runs[0]).aim(target)}"
+    return f"To {Score.of_summary(runs[0]).aim(target)}"
 
 
 def _comparison_cells(
     runs: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]], volume_factor: float
 ) -> list[str]:
     missed = runs[0]["target"] is not None and any(run["reached_round"] is None for run in runs)
-    accuracies = [None if run["mean_accuracy"] is None else 100 * run["mean_accuracy"] for run in runs]
+    factor, form = (100, "{:.1f}") if Score.of_summary(first[0]).is_share else (1, "{:.4g}")
+
+    def values(key: str) -> list[float | None]:
+        return [None if run[key] is None else factor * run[key] for run in runs]
+
     cells = [
         _spread([run["reached_round"] or run["rounds"] for run in runs], "{:.0f}") + ("*" if missed else ""),
-        _spread(accuracies, "{:.1f}"),
+        _spread(values("mean_accuracy"), form),
+        *([_spread(values("test_accuracy"), form)] if tested([*runs, *first]) else []),
     ]
     for key in ("down_bytes", "total_bytes"):
         own = _mean(runs, key)

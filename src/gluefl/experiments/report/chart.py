@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Unit = Literal["bytes", "seconds", "share", "count"]
+Unit = Literal["bytes", "seconds", "share", "count", "number"]
 Kind = Literal["mean", "seed", "theory"]
 
 

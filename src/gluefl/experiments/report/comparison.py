@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gluefl.experiments.runs import Run, find, read_run
+from gluefl.scores import Score
 
 # Runs that differ only in these keys are repetitions of the same experiment.
 INCIDENTAL = ("seed", "rounds", "target", "evaluation.stop_at_target", "checkpoint.every", "training.trainer")
@@ -31,8 +31,13 @@ class Comparison:
         return [run for runs in self.variants.values() for run in runs]
 
     @property
+    def score(self) -> Score:
+        """How the metric that they share is named, written and compared."""
+        return self.runs[0].score if self.variants else Score()
+
+    @property
     def target(self) -> float | None:
-        """The target accuracy that they share."""
+        """The target that they share."""
         return self.runs[0].target if self.variants else None
 
     @property
@@ -49,13 +54,14 @@ class Comparison:
 
 
 def common_accuracy(runs: Sequence[Run]) -> float | None:
-    """The highest accuracy that every run reached, as the paper chooses its targets; rounded down to 0.1%."""
+    """The best value that every run reached, as the paper chooses its targets; accuracies rounded down to 0.1%."""
     best = [run.best for run in runs if run.best is not None]
-    if len(best) < len(runs):
+    if not runs or len(best) < len(runs):
         return None
-    floor = math.floor(min(best) * 1000) / 1000
-    reached = floor > 0 and all(run.until(floor) is not None for run in runs)
-    return floor if reached else None
+    score = runs[0].score
+    common = score.relaxed(score.worst(best) or 0.0)
+    possible = common > 0 or not score.is_share
+    return common if possible and all(run.until(common) is not None for run in runs) else None
 
 
 def palette(labels: Iterable[str]) -> dict[str, int]:
@@ -90,7 +96,8 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
 def _conditions(run: Run) -> dict[str, Any]:
     """The settings that two runs must share to be compared."""
     population = {key: value for key, value in run.config.items() if key.split(".")[0] == "population"}
-    return population | {"target": run.target, "metric": run.config.get("evaluation.metric")}
+    held_out = {} if (by := run.config.get("evaluation.held_out")) is None else {"evaluation.held_out": by}
+    return population | {"target": run.target, "metric": run.config.get("evaluation.metric")} | held_out
 
 
 def _reason(run: Run, first: Run) -> str:

@@ -16,6 +16,7 @@ UNITS: dict[str, tuple[tuple[float, str], ...]] = {
     "seconds": ((3600, "h"), (60, "min"), (1, "s")),
     "share": ((0.01, "%"),),
     "count": ((1, ""),),
+    "number": ((1, ""),),
 }
 STYLE = {
     "axes.spines.top": False,
@@ -62,7 +63,7 @@ def _lines(figure: Figure, axes: Any, places: Mapping[str, int]) -> float:
         _line(figure, one, axes, places[one.label], (x_factor, y_factor))
     if figure.target:
         axes.axhline(figure.target / y_factor, color="#888888", linewidth=0.8, linestyle="--")
-        target = f"target {figure.target / y_factor:g}%"
+        target = f"target {figure.target / y_factor:g}{'%' if figure.y.unit == 'share' else ''}"
         axes.text(
             0.01,
             figure.target / y_factor,
@@ -108,7 +109,7 @@ def _scales(figure: Figure, axes: Any, y_factor: float) -> None:
     means = [one for one in figure.series if one.kind == "mean"]
     if not figure.y.zero:
         low = min((min(one.y[len(one.y) // 4 :]) for one in means), default=0) / y_factor
-        axes.set_ylim(bottom=math.floor(low / 5) * 5)
+        axes.set_ylim(bottom=math.floor(low / 5) * 5 if figure.y.unit == "share" else None)
     elif not figure.y.log:
         axes.set_ylim(bottom=0)
     if figure.points and not figure.x.log:

@@ -29,8 +29,8 @@ def figures(comparison: Comparison) -> list[Figure]:
 # --- accuracy ---------------------------------------------------------------------------------------------
 
 
-def accuracy(comparison: Comparison, key: str, title: str, axis: Axis, progress: Callable[[Line], Any]) -> Figure:
-    """Accuracy against the sum of `progress` over the rounds; variants without it in every run are left out."""
+def accuracy(comparison: Comparison, against: str, axis: Axis, progress: Callable[[Line], Any]) -> Figure:
+    """The metric against the sum of `progress` over the rounds; variants without it in every run are left out."""
     series: list[Series] = []
     for label, runs in comparison.variants.items():
         tracks = [_track(run, progress) for run in runs]
@@ -47,9 +47,10 @@ def accuracy(comparison: Comparison, key: str, title: str, axis: Axis, progress:
     ends = [one.x[-1] for one in series if one.x]
     if axis.unit != "count" and ends and max(ends) > APART * min(ends) > 0:
         axis = replace(axis, log=True)
-    caption = _caption(comparison, any(one.reached is not None for one in series))
-    shares = Axis("accuracy", "share", zero=False)
-    return Figure(key, title, caption, axis, shares, tuple(series), "round", comparison.target)
+    caption, score = _caption(comparison, any(one.reached is not None for one in series)), comparison.score
+    values = Axis(score.name, "share" if score.is_share else "number", zero=False)
+    title = f"{score.title} against {against}"
+    return Figure(f"accuracy-{against}", title, caption, axis, values, tuple(series), "round", comparison.target)
 
 
 def _mean(label: str, tracks: Sequence[Track]) -> Series:
@@ -97,17 +98,17 @@ def _seconds(line: Line) -> float | None:
 def accuracy_by_download(comparison: Comparison) -> Figure:
     """Accuracy against the download of all clients."""
     axis = Axis("downloaded by all clients", "bytes")
-    return accuracy(comparison, "accuracy-download", "Accuracy against download", axis, lambda line: line["down_bytes"])
+    return accuracy(comparison, "download", axis, lambda line: line["down_bytes"])
 
 
 def accuracy_by_time(comparison: Comparison) -> Figure:
     """Accuracy against the simulated time."""
-    return accuracy(comparison, "accuracy-time", "Accuracy against time", Axis("simulated time", "seconds"), _seconds)
+    return accuracy(comparison, "time", Axis("simulated time", "seconds"), _seconds)
 
 
 def accuracy_by_rounds(comparison: Comparison) -> Figure:
     """Accuracy against rounds."""
-    return accuracy(comparison, "accuracy-rounds", "Accuracy against rounds", Axis("round", "count"), lambda line: 1)
+    return accuracy(comparison, "rounds", Axis("round", "count"), lambda line: 1)
 
 
 # --- bytes and seconds ------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gluefl.experiments.console import percent
 from gluefl.experiments.report.chart import Axis, Figure, Series
 from gluefl.experiments.report.comparison import Comparison
 from gluefl.experiments.report.summaries import settled
@@ -28,7 +27,7 @@ def front(comparison: Comparison) -> Figure:
     means = [one for one in series if one.kind == "mean"]
     best = [] if comparison.unfinished else _undominated([one for one in means if not one.unreached])
     across = _axis("simulated time", "seconds", means, 0) if timed else _axis("rounds", "count", means, 0)
-    aim = "" if target is None else f"{percent(target)} accuracy"
+    aim = "" if target is None else comparison.score.aim(target)
     return Figure(
         key="front",
         title=f"Download and {'time' if timed else 'rounds'} until {aim}",

@@ -10,6 +10,8 @@ from gluefl.experiments.report.comparison import INCIDENTAL, Comparison, common_
 from gluefl.experiments.report.summaries import Summaries
 from gluefl.experiments.units import TIMES, VOLUMES, Units, places, times, unit
 
+METRIC = "mean_accuracy"  # the key under which summaries hold the metric
+
 
 @dataclass(frozen=True)
 class SummaryColumn:
@@ -22,11 +24,6 @@ class SummaryColumn:
     unit_by: str = ""  # the key whose numbers choose the unit: columns of the same kind share it
     has_ratio: bool = False
 
-    @property
-    def is_share(self) -> bool:
-        """Whether it is written in percent."""
-        return self.key in ("mean_accuracy", "mean_download_share")
-
 
 COLUMNS = (
     SummaryColumn("down_bytes", "Download", "all invited clients", VOLUMES, "down_bytes", has_ratio=True),
@@ -34,7 +31,8 @@ COLUMNS = (
     SummaryColumn("total_s", "Time", "simulated", TIMES, "total_s", has_ratio=True),
     SummaryColumn("download_s", "Download time", "part of it", TIMES, "total_s", has_ratio=True),
     SummaryColumn("rounds", "Rounds", "until then"),
-    SummaryColumn("mean_accuracy", "Accuracy", "mean over the window"),
+    SummaryColumn(METRIC, "Accuracy", "mean over the window"),
+    SummaryColumn("test_accuracy", "Test", "of the final model, on the test samples"),
     SummaryColumn("mean_download_share", "Share", "of the model downloaded per client and round"),
 )
 
@@ -78,7 +76,7 @@ class Headline:
 
 
 def headlines(comparison: Comparison) -> list[Headline]:
-    """The table at the target; if a run missed it, also one at the highest accuracy that all runs reached."""
+    """The table at the target; if a run missed it, also one at the best value that all runs reached."""
     if not comparison.variants:
         return []
     tables = [headline(comparison, comparison.target)]
@@ -86,7 +84,8 @@ def headlines(comparison: Comparison) -> list[Headline]:
     common = common_accuracy(comparison.runs)
     if all(reached) or common is None or len(comparison.variants) < 2:
         return tables
-    shared = headline(comparison, common, "the highest that all of them reached")
+    best = "highest" if comparison.score.higher_is_better else "lowest"
+    shared = headline(comparison, common, f"the {best} that all of them reached")
     return [*tables, shared] if any(reached) else [shared, *tables]
 
 
@@ -97,7 +96,7 @@ def headline(comparison: Comparison, target: float | None, why: str = "") -> Hea
     for measure in COLUMNS:
         if any(table.values(label, measure.key) for label in table.runs):
             heading, column = _column(table, measure)
-            columns.append((heading, measure.meaning))
+            columns.append((table.score.title if measure.key == METRIC else heading, measure.meaning))
             cells.append(column)
     rows = tuple(
         Row(label, len(runs), tuple(column[label] for column in cells), table.reached(label))
@@ -126,24 +125,26 @@ def _column(table: Summaries, measure: SummaryColumn) -> tuple[str, dict[str, Ce
         if measure.has_ratio and label in means and means.get(table.base) and comparable and label != table.base:
             ratio = times(means[label] / means[table.base], at_least=bool(at_least))
         values = [value / factor for value in table.values(label, key)]
-        form = (
-            "{:.1%}"
-            if measure.is_share
-            else "{:.0f}"
-            if key == "rounds"
-            else f"{{:.{places(statistics.fmean(values) if values else 0)}f}}"
-        )
-        cells[label] = _cell(values, form, at_least, ratio)
+        cells[label] = _cell(values, _form(table, key, values), at_least, ratio)
     best = {cells[label].text for label in _best(table, measure, means)}  # cells that look the same are equally good
     heading = f"{measure.heading} ({name})" if name else measure.heading
     return heading, {label: replace(cell, best=cell.text in best) for label, cell in cells.items()}
+
+
+def _form(table: Summaries, key: str, values: Sequence[float]) -> str:
+    """How the numbers of a cell are written."""
+    if key in (METRIC, "test_accuracy"):
+        return table.score.pattern
+    if key in ("rounds", "mean_download_share"):
+        return "{:.0f}" if key == "rounds" else "{:.1%}"
+    return f"{{:.{places(statistics.fmean(values) if values else 0)}f}}"
 
 
 def _best(table: Summaries, measure: SummaryColumn, means: dict[str, float]) -> set[str]:
     """The labels with the best mean. Costs are compared only between runs that reached the same target or round."""
     if table.unfinished:
         return set()
-    if measure.key == "mean_accuracy":
+    if measure.key == METRIC:
         rivals = {} if table.any_reached else means
     elif measure.has_ratio:
         equal_rounds = len({summary["rounds"] for summary in table.all}) == 1
@@ -153,7 +154,7 @@ def _best(table: Summaries, measure: SummaryColumn, means: dict[str, float]) -> 
         rivals = {}
     if len(rivals) < 2:
         return set()
-    best = max(rivals.values()) if measure.key == "mean_accuracy" else min(rivals.values())
+    best = table.score.best(rivals.values()) if measure.key == METRIC else min(rivals.values())
     return {label for label, mean in rivals.items() if mean == best}
 
 

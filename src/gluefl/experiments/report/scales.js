@@ -6,13 +6,14 @@ const scales = (() => {
     seconds: [[3600, "h"], [60, "min"], [1, "s"]],
     share: [[0.01, "%"]],
     count: [[1, ""]],
+    number: [[1, ""]],
   };
   const unitFor = (unit, size) => UNITS[unit].find(([factor]) => size >= factor) || UNITS[unit].at(-1);
   const digits = (value, places) => value.toLocaleString("en", { maximumFractionDigits: places });
   // With a unit, all numbers of a figure are said in it.
   const say = (value, unit, [factor, name] = unitFor(unit, Math.abs(value))) => {
     const scaled = value / factor;
-    const places = unit === "share" ? 1 : Math.abs(scaled) >= 100 ? 0 : Math.abs(scaled) >= 10 ? 1 : 2;
+    const places = unit === "number" ? Math.max(0, 3 - Math.floor(Math.log10(Math.abs(scaled) || 1))) : unit === "share" ? 1 : Math.abs(scaled) >= 100 ? 0 : Math.abs(scaled) >= 10 ? 1 : 2;
     return digits(scaled, places) + (name === "%" ? "%" : name ? " " + name : "");
   };
 
@@ -29,7 +30,7 @@ const scales = (() => {
   }
   function linear(axis, low, high, unit, from, to, count) {
     const [factor, name] = unit;
-    const first = axis.zero ? 0 : Math.max(0, low), span = (high - first) || high || 1;
+    const first = axis.zero ? Math.min(0, low) : axis.unit === "share" ? Math.max(0, low) : low, span = (high - first) || high || 1;
     const step = niceStep(span / factor, count) * factor;
     const whole = axis.unit === "count" ? Math.max(1, Math.ceil(step)) : step;
     const bottom = Math.floor(first / whole + 1e-9) * whole;
@@ -42,7 +43,7 @@ const scales = (() => {
     return {
       place: value => from + ((value - bottom) / (top - bottom)) * (to - from),
       ticks: ticks.map(t => [t, digits(t / factor, places) + (name === "%" ? "%" : "")]),
-      note: [name === "%" ? "" : name, bottom > 0 ? `from ${say(bottom, axis.unit, unit)}` : ""].filter(Boolean).join(", "), unit,
+      note: [name === "%" ? "" : name, !axis.zero && bottom > 0 ? `from ${say(bottom, axis.unit, unit)}` : ""].filter(Boolean).join(", "), unit,
     };
   }
   function logarithmic(axis, low, high, unit, from, to) {

@@ -7,6 +7,7 @@ from typing import Any
 
 from gluefl.experiments.report.comparison import Comparison
 from gluefl.experiments.runs import Run
+from gluefl.scores import Score
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Summaries:
     target: float | None
     runs: dict[str, list[dict[str, Any]]]
     base: str  # the label that ratios refer to
+    score: Score  # how the metric is named, written and compared
     unfinished: tuple[str, ...] = ()  # labels with a run that goes on or was stopped
 
     @classmethod
@@ -28,7 +30,7 @@ class Summaries:
         for summary in (summary for repetitions in runs.values() for summary in repetitions):
             summary["rounds"] = summary["reached_round"] or summary["rounds"]
         unfinished = tuple(dict.fromkeys(run.label for run in comparison.unfinished))
-        return cls(target, runs, baseline(comparison), unfinished)
+        return cls(target, runs, baseline(comparison), comparison.score, unfinished)
 
     @property
     def all(self) -> list[dict[str, Any]]:
@@ -46,7 +48,7 @@ class Summaries:
 
     def values(self, label: str, key: str) -> list[float]:
         """A number of every seed that has it."""
-        return [summary[key] for summary in self.runs[label] if summary[key] is not None]
+        return [summary[key] for summary in self.runs[label] if summary.get(key) is not None]
 
     def means(self, key: str) -> dict[str, float]:
         """Its mean over the seeds, by label."""

@@ -1,6 +1,5 @@
 """The sentences around a table: what it compares, its main result, and what limits it."""
 
-from gluefl.experiments.console import percent
 from gluefl.experiments.report.summaries import Summaries
 from gluefl.experiments.units import TIMES, VOLUMES, times, unit
 from gluefl.experiments.windows import remark, window
@@ -11,7 +10,7 @@ def title(table: Summaries, why: str) -> str:
     so_far = "So far: " if table.unfinished else ""
     if table.target is None:
         return "After the last round of each run, so far" if table.unfinished else "After the last round"
-    aim = f"{percent(table.target)} accuracy"
+    aim = table.score.aim(table.target)
     if not table.any_reached:
         return f"{so_far}no run has reached {aim}" if so_far else f"After the last round: no run reached {aim}"
     text = f"to {aim}" + (f", {why}" if why else "")
@@ -29,11 +28,11 @@ def finding(table: Summaries) -> str:
         return ""
     best = min(means, key=lambda label: means[label])
     if best == base:
-        text = f"No other strategy reached {percent(table.target or 0)} with less download than {base}"
+        text = f"No other strategy reached {table.score.aim(table.target or 0)} with less download than {base}"
     else:
-        text = f"Until {percent(table.target or 0)} accuracy, clients downloaded "
+        text = f"Until {table.score.aim(table.target or 0)}, clients downloaded "
         text += f"{times(means[best] / means[base])} with {best} than with {base}: {_amounts(table, best, base)}"
-    return f"{text} ({_seeds(table)}; accuracy: {window(table.all)})."
+    return f"{text} ({_seeds(table)}; {table.score.name}: {window(table.all)})."
 
 
 def _amounts(table: Summaries, best: str, base: str) -> str:
@@ -87,7 +86,7 @@ def legend(table: Summaries) -> str:
     notes = [f"“Times less” and “times more” compare with {table.base}."] if compared else []
     if any(len(runs) > 1 for runs in table.runs.values()):
         notes.append("± is the standard deviation over the seeds.")
-    notes.append(f"Accuracy: {window(table.all)}.")
+    notes.append(f"{table.score.title}: {window(table.all)}.")
     notes.append(
         "Download counts every byte sent to invited clients, used or not; volume adds uploads of used clients."
     )
