@@ -91,7 +91,10 @@
     if (figure.target) {
       const at = y.place(figure.target);
       element("line", { class: "target", x1: left, x2: right, y1: at, y2: at }, svg);
-      element("text", { class: "name", x: left + 6, y: at < 40 ? at + 14 : at - 5 }, svg, "target " + say(figure.target, figure.y.unit));
+      const text = "target " + say(figure.target, figure.y.unit);
+      // On a narrow screen the lines need the room.
+      if (width < 420) element("text", { class: "title", x: right, y: 12, "text-anchor": "end" }, svg, "dotted: " + text);
+      else element("text", { class: "name", x: left + 6, y: at < 40 ? at + 14 : at - 5 }, svg, text);
     }
     const path = (xs, values) => xs.map((value, i) => `${x.place(value).toFixed(1)} ${y.place(values[i]).toFixed(1)}`);
     for (const one of full.filter(one => one.low)) {
@@ -112,7 +115,12 @@
     }
     if (room) {
       const tips = means.map(one => ({ text: one.label, x: x.place(last(one.x)), y: y.place(last(one.y)) }));
-      write(svg, tips, full.map(one => one.x.map((value, i) => [x.place(value), y.place(one.y[i])])), box);
+      const strokes = full.map(one => one.x.map((value, i) => [x.place(value), y.place(one.y[i])]));
+      const dots = full.filter(one => one.reached !== undefined).map(one => [x.place(one.x[one.reached]), y.place(one.y[one.reached])]);
+      const around = dots.map(([a, b]) => [[a - 5, b], [a + 5, b], [a, b - 5], [a, b + 5], [a, b]]);
+      const aim = figure.target && width >= 420 ? y.place(figure.target) + (y.place(figure.target) < 40 ? 10 : -9) : null;
+      const written = aim === null ? [] : [-4, 0, 4].map(shift => [[left + 6, aim + shift], [left + 80, aim + shift]]);
+      write(svg, tips, [...strokes, ...around, ...written], box);
     }
     const cursor = element("g", {}, svg);
     hover(plot, svg, width, left, right, at => {
