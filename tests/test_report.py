@@ -1,6 +1,7 @@
 """The report: from journals of small real runs, whole and damaged, to a page that a browser opens without a word."""
 
 import csv
+import io
 import json
 import re
 import shutil
@@ -21,9 +22,12 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from browser import CHROMIUM, Page, browser
 from gluefl.cli import main
+from gluefl.experiments.commands import KEYS
+from gluefl.experiments.console import comparison_table
 from gluefl.experiments.report import page, plots
 from gluefl.experiments.report.chart import Axis, Figure, Series, thinned
 from gluefl.experiments.report.comparison import Comparison, common_accuracy, compare, palette, read
@@ -316,6 +320,21 @@ def test_while_a_run_goes_on_nothing_is_the_best(made) -> None:
     assert not {figure.key: figure for figure in figures(running)}["front"].front
     alone = replace(comparison, variants={"gluefl": [going]})
     assert not headline(alone, 0.999).finding and headline(alone, 0.999).title.startswith("So far: no run has")
+
+
+def test_the_table_of_a_terminal_fits_80_columns_and_names_no_target_that_nobody_reached(made) -> None:
+    rows = [
+        {"strategy": run.label, "seed": run.seed} | {key: run.at(target)[key] for key in KEYS}
+        for target in (0.01, 1.0)
+        for run in only([made]).runs
+        if run.seed == 1
+    ]
+    for kept, title in ((rows[:2], "To 1% accuracy"), (rows[2:], "After the last round: no run reached 100% accuracy")):
+        console = Console(width=200, file=io.StringIO(), record=True)
+        console.print(comparison_table(kept))
+        lines = console.export_text().splitlines()
+        assert lines[0].strip() == title and max(len(line.rstrip()) for line in lines) <= 80
+        assert any("*" in line for line in lines) == (kept == rows[2:])
 
 
 @given(st.floats(0.001, 1000), st.booleans())

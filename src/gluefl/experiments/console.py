@@ -128,7 +128,7 @@ def _factor(ratio: float) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.{places(value)}f}"
+    return f"{value:.{min(3, places(value))}f}"
 
 
 def plan_tables(plan: Plan) -> list[Table | str]:
