@@ -36,6 +36,7 @@ _HOMES = {
     "Samples": "gluefl.populations",
     "HeldOut": "gluefl.populations.held_out",
     "Result": "gluefl.simulation.result",
+    "from_dataset": "gluefl.populations.dataset",
     "compare": "gluefl.experiments.comparing",
     "load": "gluefl.simulation.loading",
     "train": "gluefl.simulation.run",
@@ -71,6 +72,7 @@ __all__ = [
     "Uniform",
     "Yogi",
     "compare",
+    "from_dataset",
     "load",
     "plan",
     "train",
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from gluefl.experiments.theory.planning import plan
     from gluefl.fleet import Arrivals, Fleet, Instant
     from gluefl.populations import Samples
+    from gluefl.populations.dataset import from_dataset
     from gluefl.populations.held_out import HeldOut
     from gluefl.simulation.loading import load
     from gluefl.simulation.result import Result
