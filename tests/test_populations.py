@@ -563,7 +563,7 @@ def test_arrays_broken(rng):
         ({"inputs": hole}, "sample 7 holds numbers that are not finite"),
         ({"labels": np.full(60, -1)}, "label -1"),
         ({"labels": np.zeros(59, int)}, "as many"),
-        ({"labels": np.zeros(60)}, "one whole number a sample"),
+        ({"labels": np.array(["a"] * 60)}, "labels must be numbers, one or a row a sample"),
         ({"inputs": np.array(["a"] * 60)}, "inputs are"),
         ({"labels": None}, "labels missing"),
         ({"test_inputs": hole}, "test_labels"),

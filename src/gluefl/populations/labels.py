@@ -14,7 +14,7 @@ def count_classes(labels: NDArray[Any], tokens: bool) -> int:
     """How many labels there are; of floats, or several labels per sample that are no tokens, how many a sample has."""
     if labels.dtype.kind == "f" or (labels.ndim == 2 and not tokens):
         return labels.shape[1] if labels.ndim == 2 else 1
-    return int(labels.max()) + 1
+    return int(labels.max()) + 1 if labels.dtype.kind in "iub" and labels.size else 1
 
 
 def check_labels(labels: NDArray[Any], classes: int, where: object) -> None:
