@@ -18,6 +18,12 @@ PARTS: dict[str, tuple[str, int, int, Part]] = {  # what is counted, long form, 
     "disks": ("disks and clocks of each kind", 20, 4, lambda module, work, count, seed: module.run(work, count, seed)),
     "fuzz": ("messages", 10**7, 10**4, lambda module, work, count, seed: module.run(count, seed)),
     "hostile": ("federations", 60, 6, lambda module, work, count, seed: module.run(count, seed)),
+    "loopback": (
+        "rounds for each strategy",
+        100,
+        3,
+        lambda module, work, count, seed: module.run(work, count, seed),
+    ),
     "failures": ("seeds", 5, 1, lambda module, work, count, seed: module.run(count)),
     "rounds": ("rounds", 10**5, 2 * 10**4, lambda module, work, count, seed: module.run(work, count, seed)),
 }
