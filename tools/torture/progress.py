@@ -17,6 +17,11 @@ class Progress:
     last_s: float = float("-inf")
     ended: bool = False
 
+    @property
+    def elapsed_s(self) -> float:
+        """Since the part began."""
+        return time.monotonic() - self.began_s
+
     def at(self, done: int, note: str = "") -> None:
         """Say how much is done, unless that was said a moment ago."""
         now_s, terminal = time.monotonic(), sys.stderr.isatty()
