@@ -16,8 +16,9 @@ from gluefl.flower import GlueFLMod, GlueFLStrategy
 from gluefl.flower.node_store import NodeStore
 from stubs import dyadic, mlp
 
-# Flower's processes set this when they start; without it no message can be made.
-TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+if TaskIdentity._run_id is None:
+    # Flower's own processes set this before they import an app; without it no message can be made.
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 SAMPLER = Uniform(cohort=4)
 NORM = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
