@@ -1,6 +1,5 @@
 """A finished run from its folder: `gluefl.load`."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from gluefl.simulation.build import build_model
 from gluefl.simulation.folder import CONFIG, JOURNAL, MODEL, SUMMARY
 from gluefl.simulation.result import Result
 from gluefl.storage.journal import Journal
+from gluefl.vectors.frozen import copied
 
 
 def load(folder: Path | str, *, model: nn.Module | None = None, population: Population | None = None) -> Result:
@@ -24,7 +24,8 @@ def load(folder: Path | str, *, model: nn.Module | None = None, population: Popu
 
     A run that was made from a configuration needs nothing else, except the data where its population reads files. For
     one that was made in Python give a model of the same kind and the population, whose transform belongs to the model:
-    a folder holds tensors and text, never code.
+    a folder holds tensors and text, never code. A run of adapters leaves the frozen base out of its folder, so that the
+    model must bring the same one; another is refused.
     """
     path = Path(folder)
     missing = [name for name in (CONFIG, JOURNAL, MODEL, SUMMARY) if not (path / name).exists()]
@@ -35,7 +36,7 @@ def load(folder: Path | str, *, model: nn.Module | None = None, population: Popu
         config = _configuration(raw, path)
         population = population or _population(config)
         model = model or build_model(config, population.classes, population.shape)
-    module = copy.deepcopy(model)
+    module = copied(model)
     load_weights(module, path / MODEL)
     summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     return Result(module.eval(), Journal(path / JOURNAL), summary, population)

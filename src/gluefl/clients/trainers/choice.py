@@ -1,6 +1,5 @@
 """Which trainer a model and a rule get."""
 
-import copy
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ from gluefl.clients.trainers.stacked import Stacked
 from gluefl.clients.trainers.workers import Workers
 from gluefl.errors import UsageError
 from gluefl.populations import Population
+from gluefl.vectors.frozen import copied
 from gluefl.vectors.layout import Layout
 
 DENSE_LIMIT = 1_000_000  # parameters; above it the products of single clients fill a core alone
@@ -78,7 +78,7 @@ def probe(module: nn.Module, layout: Layout, population: Population) -> Pass:
     middle of the forward pass, so that only a pass can tell."""
     has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
     device = next(module.parameters()).device
-    probed = copy.deepcopy(module).train()
+    probed = copied(module).train()
     tracked = {part.name for part in layout.statistics}
     constants = {name: buffer.clone() for name, buffer in probed.named_buffers() if name not in tracked}
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
