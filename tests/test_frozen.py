@@ -46,7 +46,9 @@ def test_a_copy_shares_frozen_parameters_and_nothing_else() -> None:
     assert twin.base.weight.data_ptr() == twin.tied.weight.data_ptr() == model.base.weight.data_ptr()
     assert twin.base is twin.tied and not twin.base.weight.requires_grad
     for (name, tensor), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
-        assert torch.equal(tensor, other) and (tensor.data_ptr() == other.data_ptr()) == name.startswith(("base", "tied"))
+        assert torch.equal(tensor, other) and (tensor.data_ptr() == other.data_ptr()) == name.startswith(
+            ("base", "tied")
+        )
     twin.double()  # converting the copy converts the copy
     assert model.base.weight.dtype == torch.float32 and twin.base.weight.dtype == torch.float64
 

@@ -24,6 +24,7 @@ _HOMES = {
     "LocalAdam": "gluefl.clients.optimisers",
     "Scaffold": "gluefl.clients.optimisers",
     "Clipped": "gluefl.clients.optimisers",
+    "Falling": "gluefl.clients.schedules",
     "Evaluation": "gluefl.simulation.settings",
     "Options": "gluefl.simulation.settings",
     "Setting": "gluefl.simulation.settings",
@@ -49,6 +50,7 @@ __all__ = [
     "Averaging",
     "Clipped",
     "Evaluation",
+    "Falling",
     "FedAvg",
     "Fleet",
     "GlueFL",
@@ -75,6 +77,7 @@ __all__ = [
 if TYPE_CHECKING:
     from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
     from gluefl.clients.rules import LocalSGD, TorchOptimizer
+    from gluefl.clients.schedules import Falling
     from gluefl.core.averaging import Averaging
     from gluefl.core.optimizer import Adagrad, Adam, Server, Yogi
     from gluefl.core.sampling import Sticky, Uniform

@@ -43,8 +43,8 @@ def load_weights(module: nn.Module, path: Path | str) -> None:
         raise UsageError(f"{path} does not fit this model: {error}") from error
     if digest is not None and digest != frozen_digest(module):
         raise UsageError(
-            f"{path} holds the trained part of a model, {len(tensors)} tensors, without its frozen part: give the model "
-            "that the run was started with, with the same base weights frozen. "
+            f"{path} holds the trained part of a model, {len(tensors)} tensors, without its frozen part: give the "
+            "model that the run was started with, with the same base weights frozen. "
             + ("The frozen part of this one differs." if frozen else "This one has no frozen parameters.")
         )
     for name in frozen.keys() & tensors.keys():

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gluefl.clients.cohort import Trainer
+from gluefl.clients.precision import check_precision, precision_of
 from gluefl.clients.rules import LocalRule, Loss, TorchOptimizer
 from gluefl.clients.trainers.chain import dense_layers
 from gluefl.clients.trainers.dense import Dense
@@ -41,7 +42,8 @@ def choose(
         )
     flat = not isinstance(rule, TorchOptimizer)
     stackable = flat and not pass_.random and bool(getattr(module, "stackable", True))
-    dense = type(rule) in Dense.fuses and is_chain(module, population)
+    check_precision(precision_of(rule), device)
+    dense = type(rule) in Dense.fuses and precision_of(rule) is None and is_chain(module, population)
     if name == "auto":
         name = _best(module, device, pass_.random, dense, stackable)
     if name == "stacked" and not flat:
@@ -52,7 +54,8 @@ def choose(
         raise UsageError("training.trainer = 'workers' is for CPU cores and models without dropout: use 'loop'.")
     if name == "dense" and (device.type != "cpu" or not dense):
         raise UsageError(
-            "training.trainer = 'dense' is for chains of Linear and ReLU on a CPU, trained by LocalSGD: use 'workers'."
+            "training.trainer = 'dense' is for chains of Linear and ReLU on a CPU, trained by LocalSGD in float32: "
+            "use 'workers'."
         )
     kind = {"dense": Dense, "workers": Workers, "stacked": Stacked, "loop": Loop}[name]
     trainer: Trainer = kind(module, layout, population.transform, loss)

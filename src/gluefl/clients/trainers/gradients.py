@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from gluefl.clients.precision import Precision, lowered, raised
 from gluefl.clients.rules import Loss
 from gluefl.clients.trainers.layers import ManyClients
 from gluefl.vectors.layout import Layout, Part
@@ -26,6 +27,7 @@ class ByVmap:
     layout: Layout
     transform: Callable[[Tensor], Tensor]
     loss: Loss
+    precision: Precision | None = None
 
     def __call__(
         self, weights: Tensor, statistics: Tensor, inputs: Tensor, labels: Tensor
@@ -40,11 +42,11 @@ class ByVmap:
             tensors = dict(_pieces(self.layout.weights, weights))
             # Normalisation layers write to their buffers: each gets a copy of its own, as autograd tracks them apart.
             buffers = {name: piece.clone() for name, piece in _pieces(self.layout.statistics, statistics)}
-            outputs = functional_call(
-                self.module, {**tensors, **buffers}, (_cast(self.transform(inputs), weights.dtype),)
-            )
+            given = _cast(self.transform(inputs), weights.dtype)
+            with lowered(self.precision, weights.device):
+                outputs = functional_call(self.module, {**tensors, **buffers}, (given,))
             after = [buffers[part.name].reshape(-1) for part in self.layout.statistics]
-            return self.loss(outputs, labels), torch.cat(after) if after else statistics
+            return self.loss(raised(outputs), labels), torch.cat(after) if after else statistics
 
         def gradients(w: Tensor, s: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             gradient, (value, after) = grad_and_value(loss, has_aux=True)(w, s, x, y)

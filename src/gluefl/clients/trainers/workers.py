@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gluefl.accel.threads import available, pool_of
 from gluefl.clients.cohort import Cohort, Job, Outcome
+from gluefl.clients.precision import lowered, raised
 from gluefl.clients.rules import LocalRule, LocalSGD, Loss
 from gluefl.clients.trainers.loop import Loop
 from gluefl.vectors.frozen import copied
@@ -124,7 +125,9 @@ class Bench:
         total, batch = torch.zeros(()), job.batches.shape[1]
         for step in range(len(job.batches)):
             rows = slice(step * batch, (step + 1) * batch)
-            loss = loop.loss(loop.module(inputs[rows]), labels[rows])
+            with lowered(sgd.precision, inputs.device):
+                outputs = loop.module(inputs[rows])
+            loss = loop.loss(raised(outputs), labels[rows])
             gradient = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
             with torch.no_grad():
                 if sgd.weight_decay:
