@@ -25,6 +25,7 @@ _HOMES = {
     "Scaffold": "gluefl.clients.optimisers",
     "Clipped": "gluefl.clients.optimisers",
     "Falling": "gluefl.clients.schedules",
+    "Metric": "gluefl.clients.metrics",
     "Evaluation": "gluefl.simulation.settings",
     "Options": "gluefl.simulation.settings",
     "Setting": "gluefl.simulation.settings",
@@ -34,6 +35,7 @@ _HOMES = {
     "Adagrad": "gluefl.core.optimizer",
     "Averaging": "gluefl.core.averaging",
     "Samples": "gluefl.populations",
+    "HeldOut": "gluefl.populations.held_out",
     "Result": "gluefl.simulation.result",
     "compare": "gluefl.experiments.comparing",
     "load": "gluefl.simulation.loading",
@@ -54,10 +56,12 @@ __all__ = [
     "FedAvg",
     "Fleet",
     "GlueFL",
+    "HeldOut",
     "Instant",
     "Lean",
     "LocalAdam",
     "LocalSGD",
+    "Metric",
     "Options",
     "Result",
     "Samples",
@@ -75,6 +79,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from gluefl.clients.metrics import Metric
     from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
     from gluefl.clients.rules import LocalSGD, TorchOptimizer
     from gluefl.clients.schedules import Falling
@@ -85,6 +90,7 @@ if TYPE_CHECKING:
     from gluefl.experiments.theory.planning import plan
     from gluefl.fleet import Arrivals, Fleet, Instant
     from gluefl.populations import Samples
+    from gluefl.populations.held_out import HeldOut
     from gluefl.simulation.loading import load
     from gluefl.simulation.result import Result
     from gluefl.simulation.run import train

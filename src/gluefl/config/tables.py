@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from gluefl.clients.losses import LOSSES
 from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
 from gluefl.clients.rules import LocalRule, LocalSGD, Schedule
 from gluefl.clients.schedules import Falling, Shape
@@ -58,6 +59,7 @@ Training = _table(
     schedule=(Shape | None, None),  # of the learning rate by round, instead of lr_decay
     schedule_rounds=(Count | None, None),
     warmup=(NonNegativeCount | None, None),
+    loss=(Annotated[str, OneOf(tuple(LOSSES))] | None, None),  # cross_entropy
     clip_norm=(Positive | None, None),  # of gradients
     trainer=(Annotated[str, OneOf(TRAINERS)], "auto"),
     tf32=(bool | None, None),  # on a GPU; allowed where the configuration does not say

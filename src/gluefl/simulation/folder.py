@@ -16,10 +16,12 @@ from gluefl.core.sampling import Sampler
 from gluefl.core.server import State
 from gluefl.errors import Damaged, UsageError
 from gluefl.populations import Population
+from gluefl.populations.held_out import HeldOut
 from gluefl.simulation.fingerprint import Fingerprint, check_same
 from gluefl.simulation.settings import Options, Setting
 from gluefl.storage import checkpoint, toml
-from gluefl.storage.journal import Journal
+from gluefl.storage.client_log import ClientLog
+from gluefl.storage.journal import ACCURACY, Journal
 from gluefl.storage.sealed import seal
 from gluefl.strategies import Strategy
 
@@ -39,6 +41,7 @@ class RunFolder:
     identity: Fingerprint
     stores: Mapping[str, checkpoint.Store] = field(default_factory=dict)
     keep: int = checkpoint.KEPT  # checkpoints
+    log: ClientLog = field(default_factory=ClientLog)
 
     @contextmanager
     def locked(self, resume: bool, fresh: State) -> Iterator[None]:
@@ -73,7 +76,7 @@ class RunFolder:
     def save(self, state: State) -> None:
         """Write a checkpoint."""
         notes = {"config": self.description, "fingerprint": self.identity.as_json()}
-        checkpoint.save(self.path / CHECKPOINT, state, self.stores, notes, self.keep)
+        checkpoint.save(self.path / CHECKPOINT, state, self.stores, notes, self.keep, self.log)
 
     def finish(self, model: dict[str, Tensor], summary: Mapping[str, Any], notes: dict[str, str] | None = None) -> None:
         """Write what a run leaves at its end. The summary comes last: it says that the run is done."""
@@ -105,7 +108,8 @@ class RunFolder:
             self._check_configuration(config.read_text("utf-8", "replace"))
         traces = [JOURNAL] if (self.path / JOURNAL).exists() and (self.path / JOURNAL).stat().st_size else []
         traces += [name for name in (SUMMARY, MODEL, CHECKSUMS) if (self.path / name).exists()]
-        traces += [f"{CHECKPOINT}/{path.name}" for path in sorted((self.path / CHECKPOINT).glob("*.bin"))]
+        stored = sorted((self.path / CHECKPOINT).glob("*.bin"))  # empty before the first round
+        traces += [f"{CHECKPOINT}/{path.name}" for path in stored if path.stat().st_size]
         if traces:
             raise Damaged(
                 f"{self.path} holds {', '.join(traces)} of a run, but no checkpoint: it was lost or removed, as a "
@@ -158,7 +162,7 @@ def describe(
     scalars = {
         "seed": setting.seed,
         "model": type(module).__name__,
-        "population": type(population).__name__,
+        "population": type(getattr(population, "population", population)).__name__,
         "importance": setting.importance,
         "initial": setting.initial,
     }
@@ -172,7 +176,21 @@ def describe(
         "arrivals": setting.arrivals,
     }
     tables = {key: _table(part) for key, part in parts.items() if part is not None}
+    if evaluation := _evaluation(population, setting):
+        tables["evaluation"] = evaluation
     return toml.dumps({**scalars, **tables, "hooks": [_table(hook) for hook in setting.hooks]})
+
+
+def _evaluation(population: Population, setting: Setting) -> dict[str, Any]:
+    """What is measured and on which samples, where that is not the accuracy on the test samples."""
+    score, table = setting.evaluation.metric.score, dict[str, Any]()
+    if score != ACCURACY:
+        table |= score.keys()
+    if isinstance(population, HeldOut):
+        table |= {"held_out": population.by, "held_out_share": population.share, "held_out_seed": population.seed}
+    elif hasattr(population, "validation"):
+        table["held_out"] = "own"
+    return table
 
 
 def _table(part: object) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from gluefl.core.server import Core, State, start
 from gluefl.errors import DataError
 from gluefl.populations import Population
 from gluefl.randomness import stream
-from gluefl.simulation.arguments import FROZEN, check_arguments, explained, load_weights
+from gluefl.simulation.arguments import FROZEN, check_arguments, check_shapes, explained, load_weights
 from gluefl.simulation.channel import Encoded, Measured
 from gluefl.simulation.fingerprint import fingerprint
 from gluefl.simulation.folder import CHECKPOINT, JOURNAL, RunFolder, describe
@@ -31,7 +31,7 @@ from gluefl.simulation.process import device_of
 from gluefl.simulation.progress import progress
 from gluefl.simulation.result import Result, percentiles
 from gluefl.simulation.settings import Options, Setting
-from gluefl.storage.journal import Journal, Totals
+from gluefl.storage.journal import Journal, Totals, perplexity
 from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
 from gluefl.vectors.frozen import copied, frozen_digest, frozen_parameters
@@ -66,6 +66,7 @@ def train(
     """
     check_arguments(model, population, sampler, rounds, setting, options)
     setting, options = setting or Setting(), options or Options()
+    population, evaluation = setting.evaluation.applied_to(population), setting.evaluation
     device = device_of(options.device)
     module = copied(model).to(device)
     if setting.initial_weights is not None:
@@ -81,22 +82,23 @@ def train(
             held.enter_context(folder.locked(options.resume, state))
             journal = Journal(options.folder / JOURNAL)
             state = folder.open(state, journal)
-        evaluation = setting.evaluation
-        totals = Totals.of(journal.stored(), evaluation.target, evaluation.average)
+        check_shapes(module, population, setting)
+        totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, evaluation.metric.score)
         evaluator = Evaluator(
             module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
-        with progress(rounds, options.progress) as shown:
+        score = evaluation.metric.score.on(evaluator.decides_on)
+        with progress(rounds, options.progress, score) as shown:
             loop = Loop(rounds, evaluation, options, (*shown, *options.callbacks))
             state = loop.run(player(sim.core.space.device), sim, state, Records(journal, totals, folder), evaluator)
-        summary = _summary(sim, totals)
+        summary = _summary(sim, totals) | _measured(evaluator, state)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
         left_out = {} if options.save_frozen else frozen_parameters(module)
         named = sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
         if folder is not None:
             folder.finish(named, summary, {FROZEN: str(frozen_digest(module))} if left_out else None)
-    return Result(module.cpu().eval(), journal, summary, population)
+    return Result(module.cpu().eval(), journal, summary, population, evaluation.metric)
 
 
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
@@ -191,6 +193,16 @@ def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:
         "trainer": type(trainer).__name__.lower(),
         "client_accuracy": None,
     }
+
+
+def _measured(evaluator: Evaluator, state: State) -> dict[str, Any]:
+    """What the journal's `accuracy` is; where it was decided on validation samples, the result on the test samples."""
+    named = evaluator.metric.score.keys() | {"evaluated_on": evaluator.decides_on, "test_accuracy": None}
+    if evaluator.decides_on == "test":
+        return named
+    final = evaluator.test(*state.model)
+    test = {"test_accuracy": final.accuracy, "test_loss": final.loss, "perplexity": perplexity(final.loss)}
+    return named | test
 
 
 def _pool(population: Population, setting: Setting) -> Pool:

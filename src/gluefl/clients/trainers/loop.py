@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from gluefl.clients.cohort import Cohort, Job, Outcome
 from gluefl.clients.precision import Precision, lowered, precision_of, raised
 from gluefl.clients.rules import Context, Final, LocalRule, Loss, Rule, TorchOptimizer, advance
+from gluefl.populations.inputs import applied
 from gluefl.vectors.layout import Layout, split
 
 
@@ -18,7 +20,7 @@ class Loop:
 
     module: nn.Module
     layout: Layout
-    transform: Callable[[Tensor], Tensor]
+    transform: Callable[[Any], Any]
     loss: Loss
 
     def train(self, cohort: Cohort, jobs: Sequence[Job], rule: LocalRule) -> Iterator[Outcome]:
@@ -51,10 +53,11 @@ class Loop:
     ) -> Iterator[list[Tensor]]:
         """The gradients of batch after batch, at the parameters that the module has then."""
         for batch in job.batches.to(parameters[0].device):
-            inputs = self.transform(job.samples.inputs[batch])
+            samples = job.samples[batch]
+            inputs = self.transform(samples.inputs)
             with lowered(precision, batch.device):
-                outputs = self.module(inputs)
-            loss = self.loss(raised(outputs), job.samples.labels[batch])
+                outputs = applied(self.module, inputs)
+            loss = self.loss(raised(outputs), samples.labels)
             losses.append(loss.detach())
             yield list(torch.autograd.grad(loss, parameters, materialize_grads=True))
 
