@@ -24,6 +24,7 @@ _HOMES = {
     "LocalAdam": "gluefl.clients.optimisers",
     "Scaffold": "gluefl.clients.optimisers",
     "Clipped": "gluefl.clients.optimisers",
+    "Falling": "gluefl.clients.schedules",
     "Metric": "gluefl.clients.metrics",
     "Evaluation": "gluefl.simulation.settings",
     "Options": "gluefl.simulation.settings",
@@ -60,6 +61,7 @@ __all__ = [
     "Clipped",
     "EarlyStopping",
     "Evaluation",
+    "Falling",
     "FedAvg",
     "Fleet",
     "GlueFL",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
     from gluefl.clients.metrics import Metric
     from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
     from gluefl.clients.rules import LocalSGD, TorchOptimizer
+    from gluefl.clients.schedules import Falling
     from gluefl.core.averaging import Averaging
     from gluefl.core.optimizer import Adagrad, Adam, Server, Yogi
     from gluefl.core.sampling import Sticky, Uniform

@@ -134,6 +134,7 @@ class Traits:
     upload_codec: Codec = FLOAT32  # of the values that clients send
     package_codec: Codec = FLOAT32  # of the weights that the server sends
     optimizer_acts_on: Literal["sum", "update"] = "update"  # the sum before selection, or the update that is published
+    optimizer_may_remember: bool = True  # whether its momentum is kept for coordinates that are not published
     covers: Literal["weights", "everything"] = "weights"  # or the statistics too, as one vector after the weights
 
     def problems(self) -> Iterator[str]:

@@ -104,7 +104,7 @@ class Lean:
         variances = tuple(statistic.kind == "variance" for statistic in space.statistics)
         cells = CellCodec((*space.tensors, *sizes), (*(False for _ in space.tensors), *variances))
         uploads = RotatedBodies(rotated_codec(self.rotated, space.size), Floats8(sizes))
-        return Traits(uploads, CellBodies(cells), "sum", "everything")
+        return Traits(uploads, CellBodies(cells), "sum", covers="everything")
 
     def init(self, space: Space, initial: Tensor) -> tuple[LeanState, Tensor]:
         """Version 0: weights on a grid finer than the first steps, means on one, variances on the logarithmic grid."""
