@@ -6,9 +6,9 @@ the runs in progress, each with a checkpoint.
 
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ Tracker = Callable[[Path], AbstractContextManager[Sequence[Callback]]]  # callba
 
 
 class Executor(Protocol):
-    """Runs specs that are not done; `ThisProcess` and `processes.WorkerProcesses`."""
+    """Runs specs that are not done; `ThisProcess`, `processes.WorkerProcesses`, `cluster.ClusterRuns`."""
 
     def run(self, specs: Sequence[RunSpec], progress: GridProgress) -> None:
         """Run all specs. Divergence is recorded; `Interrupted` and other errors are raised."""
@@ -67,6 +67,7 @@ class ThisProcess:
 
     device: str = "cpu"
     tracker: Tracker = lambda folder: nullcontext(())
+    carried_out: Mapping[str, Any] = field(default_factory=dict)  # other fields of `Options`: the engine
 
     def run(self, specs: Sequence[RunSpec], progress: GridProgress) -> None:
         """Run all specs."""
@@ -82,7 +83,8 @@ class ThisProcess:
             outcome = ""
             with self.tracker(spec.folder) as callbacks:
                 try:
-                    options = Options(spec.folder, True, (show, *callbacks), progress=False, device=self.device)
+                    shown = (show, *callbacks)
+                    options = Options(spec.folder, True, shown, False, device=self.device, **self.carried_out)
                     run(spec.config, options)
                 except Diverged as error:
                     outcome = record_divergence(spec, str(error))
