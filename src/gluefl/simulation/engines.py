@@ -60,14 +60,14 @@ def _transport(kit: Kit, device: torch.device, options: Options, held: ExitStack
         return Actors(ray, kit, *resources_of(ray, device.type == "cuda", options.workers))
     from gluefl.clients.remote.processes import Processes
 
-    return Processes.of(kit, worker_devices(device, options.workers))
+    return Processes.of(kit, worker_devices(options.device, options.workers))
 
 
-def worker_devices(device: torch.device, workers: int | None) -> list[str]:
+def worker_devices(device: str, workers: int | None) -> list[str]:
     """A device for every process: all GPUs in turn, the GPU that was named, or CPU cores."""
-    if device.type != "cuda":
-        return [str(device)] * (workers or available())
-    if device.index is not None:
-        return [str(device)] * (workers or 1)
+    if device == "cpu":
+        return [device] * (workers or available())
+    if device != "cuda":
+        return [device] * (workers or 1)
     gpus = torch.cuda.device_count()
     return [f"cuda:{number % gpus}" for number in range(workers or gpus)]

@@ -27,8 +27,6 @@ def library() -> Any:
         import ray
     except ImportError as error:
         raise MissingExtra("ray", "the engine 'ray'") from error
-    if ray is None:
-        raise MissingExtra("ray", "the engine 'ray'")
     return ray
 
 
@@ -193,9 +191,10 @@ def _store_bytes() -> int:
 
 def _reason(error: Exception) -> str:
     text = str(error)
-    known = {
-        "SYSTEM_ERROR": "its process was killed",
-        "NODE_DIED": "its node died",
-        "OOM": "the node had no memory left",
-    }
-    return next((words for sign, words in known.items() if sign in text), "its process ended")
+    reasons = (
+        ("NODE_DIED", "its node died"),
+        ("OOM", "its node had no memory left"),
+        ("SYSTEM_ERROR", "its process was killed"),
+        ("creation task", text.strip().splitlines()[-1]),
+    )
+    return next((reason for sign, reason in reasons if sign in text), "its process ended")
