@@ -32,7 +32,7 @@ from gluefl.simulation.parts import Simulation
 from gluefl.simulation.process import device_of
 from gluefl.simulation.progress import progress
 from gluefl.simulation.result import Result, percentiles
-from gluefl.simulation.round import play
+from gluefl.simulation.round import Player, play
 from gluefl.simulation.settings import Options, Setting
 from gluefl.storage.journal import Journal, Totals
 from gluefl.strategies import Space, Strategy
@@ -76,8 +76,7 @@ def train(
     with resources(), explained(model, population, setting), ExitStack() as held:
         core = _core(module, strategy, chosen, setting, description)
         engine = held.enter_context(engine_of(core, module, population, setting, options))
-        sim = _simulation(core, engine, population, setting, options)
-        state = start(core, sim.pool)
+        sim, state = _simulation(core, engine, population, setting, options)
         folder, journal = None, Journal()
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
@@ -92,9 +91,7 @@ def train(
         )
         with progress(rounds, options.progress) as shown:
             loop = Loop(rounds, evaluation, options, (*shown, *options.callbacks))
-            # Look-ahead begins a training in this process, which has none to begin if clients train elsewhere.
-            plays = play if isinstance(engine, UploadingEngine) else player(core.space.device)
-            state = loop.run(plays, sim, state, Records(journal, totals, folder), evaluator)
+            state = loop.run(_player(sim), sim, state, Records(journal, totals, folder), evaluator)
         summary = _summary(sim, totals)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
@@ -135,10 +132,17 @@ def _core(module: nn.Module, strategy: Strategy, sampler: Sampler, setting: Sett
     )
 
 
-def _simulation(core: Core, engine: Engine, population: Population, setting: Setting, options: Options) -> Simulation:
-    """The parts of a simulation; refuses what cannot run before anything is written."""
+def _player(sim: Simulation) -> Player:
+    """Look-ahead begins a training in this process, which has none to begin where clients train elsewhere."""
+    return play if isinstance(sim.engine, UploadingEngine) else player(sim.core.space.device)
+
+
+def _simulation(
+    core: Core, engine: Engine, population: Population, setting: Setting, options: Options
+) -> tuple[Simulation, State]:
+    """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
     layout, device = core.layout, core.space.device
-    return Simulation(
+    sim = Simulation(
         core=core,
         pool=_pool(population, setting),
         devices=setting.devices,
@@ -155,6 +159,7 @@ def _simulation(core: Core, engine: Engine, population: Population, setting: Set
         ),
         arrivals=setting.arrivals,
     )
+    return sim, start(core, sim.pool)
 
 
 def _memories(setting: Setting, options: Options, layout: Layout) -> Residuals | None:
