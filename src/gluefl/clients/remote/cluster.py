@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gluefl.clients.remote.messages import Broadcast, Ended, Event, Failed, Kit, Ready, Slice
-from gluefl.errors import MissingExtra, UsageError
+from gluefl.errors import GlueFLError, MissingExtra, UsageError
 
 PATIENCE_S = 600  # without any event
 STORE_BYTES = 2**30  # of a local cluster's object store, at most a third of the memory that is free
@@ -47,11 +47,12 @@ def connected(address: str | None, cores: int | None = None) -> Iterator[Any]:
             else:
                 ray.init(address=address, logging_level="error", log_to_driver=False)
     except Exception as error:
-        where = "on this machine" if address is None else f"at '{address}'"
         reason = str(error).partition("\n")[0].rstrip(".")
+        if address is None:
+            raise GlueFLError(f"Ray could not be started on this machine: {reason}.") from error
         raise UsageError(
-            f"no Ray cluster could be reached {where}: {reason}. Start one with `ray start --head` and give its "
-            "address, for example --ray-address auto or HOST:6379; without an address one is started here."
+            f"no Ray cluster could be reached at '{address}': {reason}. Start one with `ray start --head`, and give "
+            "--ray-address auto on the same machine or HOST:6379 on another; without it one is started here."
         ) from error
     try:
         yield ray

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gluefl.clients.cohort import Cohort
+from gluefl.clients.cohort import Cohort, Engine
 from gluefl.clients.rules import LocalRule, Loss
 from gluefl.errors import GlueFLError
 from gluefl.populations import Population
@@ -35,6 +35,7 @@ class Kit:
     seed: int
     run: bytes
     tf32: bool = True
+    engine: "Callable[[Kit, torch.device, int], Engine] | None" = None  # in place of the local one of every worker
 
 
 @dataclass(frozen=True)

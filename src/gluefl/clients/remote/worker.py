@@ -8,7 +8,7 @@ import torch
 
 from gluefl import wire
 from gluefl.accel.resources import resources
-from gluefl.clients.cohort import Cohort, Outcome
+from gluefl.clients.cohort import Cohort, Engine, Outcome
 from gluefl.clients.compression import Compression, check_loss, not_finite
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.remote.messages import Broadcast, Done, Event, Failed, Kept, Kit, Reply, Slice
@@ -28,11 +28,7 @@ class Worker:
         self.kit, self.device = kit, torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        module = kit.module.to(self.device)
-        trainer = choose(kit.trainer, module, kit.layout, kit.population, kit.loss, self.device, kit.rule)
-        if hasattr(trainer, "count"):  # threads: by default one for every core of the machine
-            trainer.count = cores
-        self.engine = LocalEngine(kit.population, trainer, kit.rule, kit.seed, self.device, room_on(self.device) // 2)
+        self.engine = (kit.engine or local_engine)(kit, self.device, cores)
         self.space = Space.of(kit.layout, self.device)
         self.compression = Compression(kit.strategy, kit.strategy.traits(self.space), kit.layout, kit.hooks)
         self._held = ExitStack()
@@ -89,3 +85,12 @@ class Worker:
             raise not_finite(client, round) from error
         message = wire.encode(header, data, kit.layout.size, kit.layout.statistics_size, body.codec)
         return Reply(client, message, loss, Kept(residual, outcome.memory))
+
+
+def local_engine(kit: Kit, device: torch.device, cores: int) -> Engine:
+    """The engine of a worker: as that of a run in one process, on the worker's cores."""
+    module = kit.module.to(device)
+    trainer = choose(kit.trainer, module, kit.layout, kit.population, kit.loss, device, kit.rule)
+    if hasattr(trainer, "count"):  # threads: by default one for every core of the machine
+        trainer.count = cores
+    return LocalEngine(kit.population, trainer, kit.rule, kit.seed, device, room_on(device) // 2)
