@@ -21,7 +21,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     {"errors", "randomness"},
     {"files"},
-    {"parameters"},
+    {"parameters", "scores"},
     {"accel"},
     {"vectors", "populations", "models", "fleet"},
     {"wire"},

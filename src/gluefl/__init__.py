@@ -24,6 +24,7 @@ _HOMES = {
     "LocalAdam": "gluefl.clients.optimisers",
     "Scaffold": "gluefl.clients.optimisers",
     "Clipped": "gluefl.clients.optimisers",
+    "Metric": "gluefl.clients.metrics",
     "Evaluation": "gluefl.simulation.settings",
     "Options": "gluefl.simulation.settings",
     "Setting": "gluefl.simulation.settings",
@@ -33,6 +34,7 @@ _HOMES = {
     "Adagrad": "gluefl.core.optimizer",
     "Averaging": "gluefl.core.averaging",
     "Samples": "gluefl.populations",
+    "HeldOut": "gluefl.populations.held_out",
     "Result": "gluefl.simulation.result",
     "compare": "gluefl.experiments.comparing",
     "load": "gluefl.simulation.loading",
@@ -52,10 +54,12 @@ __all__ = [
     "FedAvg",
     "Fleet",
     "GlueFL",
+    "HeldOut",
     "Instant",
     "Lean",
     "LocalAdam",
     "LocalSGD",
+    "Metric",
     "Options",
     "Result",
     "Samples",
@@ -73,6 +77,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from gluefl.clients.metrics import Metric
     from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
     from gluefl.clients.rules import LocalSGD, TorchOptimizer
     from gluefl.core.averaging import Averaging
@@ -82,6 +87,7 @@ if TYPE_CHECKING:
     from gluefl.experiments.theory.planning import plan
     from gluefl.fleet import Arrivals, Fleet, Instant
     from gluefl.populations import Samples
+    from gluefl.populations.held_out import HeldOut
     from gluefl.simulation.loading import load
     from gluefl.simulation.result import Result
     from gluefl.simulation.run import train

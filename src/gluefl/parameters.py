@@ -56,6 +56,7 @@ MOST = 2**63 - 1  # and whole numbers those in 64 bits
 # No bool is a number, no text is a number, and no number is infinite or nan (`Parameters.model_config`).
 Positive = Annotated[float, Field(gt=0, le=LARGEST), BeforeValidator(_real)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGEST), BeforeValidator(_real)]
+Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST), BeforeValidator(_real)]
 Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(_real)]
 OpenShare = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_real)]
 ClosedShare = Annotated[float, Field(ge=0, le=1), BeforeValidator(_real)]

@@ -13,7 +13,7 @@ from gluefl.accel.threads import submit
 from gluefl.clients.cohort import Cohort, Job, Outcome, Trainer
 from gluefl.clients.rules import LocalRule
 from gluefl.errors import DataError, UsageError
-from gluefl.populations import Population, Samples
+from gluefl.populations import Population, Samples, samples_of
 from gluefl.randomness import stream
 
 CPU = torch.device("cpu")
@@ -74,15 +74,11 @@ class LocalEngine:
         return cached | {client: self._moved(client, future) for client, future in futures.items()}
 
     def _own(self, client: int) -> Samples:
-        samples = self.population.train(client)
-        if not hasattr(samples, "inputs") or not hasattr(samples, "labels"):
-            kind = type(self.population).__name__
-            raise UsageError(f"{kind}.train({client}) returned a {type(samples).__name__}; needed gluefl.Samples.")
-        return samples
+        return samples_of(self.population.train(client), f"{type(self.population).__name__}.train({client})")
 
     def _moved(self, client: int, future: "Future[Samples]") -> Samples:
         samples = future.result()
-        near = Samples(*(moved(values, self.device) for values in (samples.inputs, samples.labels)))
+        near = samples.each(lambda tensor: moved(tensor, self.device))
         with suppress(ValueError):  # larger than the cache
             self.cache[client] = near
         return near

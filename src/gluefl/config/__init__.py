@@ -15,14 +15,18 @@ from gluefl.config.raw import with_sets as with_sets
 from gluefl.errors import UsageError, nearest
 from gluefl.parameters import (
     Count,
+    Finite,
     NonNegativeCount,
+    OneOf,
+    OpenShare,
     ParameterError,
     Parameters,
+    Problem,
     Seed,
-    Share,
     problems_of,
     written,
 )
+from gluefl.scores import SCORES
 from gluefl.storage import toml
 
 Gigabytes = Annotated[float, Field(gt=0, le=10**9)]
@@ -65,10 +69,12 @@ class Evaluation(Parameters):
 
     every: Count = 10
     average: Count = 5  # a target is compared with the mean of this many evaluations
-    metric: Literal["top1", "top5"] = "top1"
+    metric: Annotated[str, OneOf(tuple(SCORES))] = "top1"
     batch: Count = 1000
     stop_at_target: bool = True
-    clients: NonNegativeCount = 0  # at the end, accuracy percentiles over this many clients
+    clients: NonNegativeCount = 0  # at the end, percentiles of the metric over this many clients
+    held_out: Literal["samples", "clients"] | None = None  # decide on a share of these; the test set is for the end
+    held_out_share: OpenShare | None = None  # 0.1
 
 
 class Wire(Parameters):
@@ -101,7 +107,7 @@ class Config(Parameters):
 
     rounds: Count = 100
     seed: Seed = 1
-    target: Share | None = None
+    target: Finite | None = None  # of the metric; reached from above where lower is better
     population: Population = Field(default_factory=Population)
     model: Model = Field(default_factory=Model)
     training: Annotated[Any, _derived("training")] = _default()
@@ -126,7 +132,9 @@ def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Conf
     try:
         config = Config.model_validate({key: value for key, value in raw.items() if key != "compare"})
     except ValidationError as error:
-        raise ParameterError(source, problems_of(error, Config)) from None
+        raise ParameterError(source, problems_of(error, Config) + _evaluation_problems(raw)) from None
+    if problems := _evaluation_problems(raw):
+        raise ParameterError(source, problems)
     row = ROWS[config.strategy.name]
     fleet = config.fleet
     if "sticky_share" not in fleet.model_fields_set:
@@ -143,6 +151,19 @@ def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Conf
     averages = config.server.average is not None
     server = config.server if averages else config.server.model_copy(update={"average": row.average})
     return config.model_copy(update={"sampling": sampling, "fleet": fleet, "wire": wire, "server": server})
+
+
+def _evaluation_problems(raw: Mapping[str, Any]) -> list[Problem]:
+    """A target must be a possible value of the metric; a share needs to know of what."""
+    target, table = raw.get("target"), raw.get("evaluation")
+    table = table if isinstance(table, Mapping) else {}
+    metric, problems = table.get("metric", "top1"), list[Problem]()
+    if isinstance(target, int | float) and isinstance(metric, str) and metric in SCORES and -1e300 < target < 1e300:
+        message = SCORES[metric].problem(target)
+        problems += [Problem("target", message)] if message else []
+    if "held_out_share" in table and "held_out" not in table:
+        problems.append(Problem("evaluation", 'held_out_share needs held_out = "samples" or "clients"'))
+    return problems
 
 
 def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[str, Config]:

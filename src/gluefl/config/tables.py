@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from gluefl.clients.losses import LOSSES
 from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
 from gluefl.clients.rules import LocalRule, LocalSGD, Schedule
 from gluefl.clients.trainers.choice import TRAINERS
@@ -52,6 +53,7 @@ Training = _table(
     rule=(Annotated[str, OneOf(tuple(RULES))], "sgd"),
     **SCHEDULE,
     **{key: (kind | None, None) for key, kind in OWN.items()},  # those of the rule, with its defaults
+    loss=(Annotated[str, OneOf(tuple(LOSSES))] | None, None),  # cross_entropy
     clip_norm=(Positive | None, None),  # of gradients
     trainer=(Annotated[str, OneOf(TRAINERS)], "auto"),
     tf32=(bool | None, None),  # on a GPU; allowed where the configuration does not say

@@ -18,7 +18,7 @@ from gluefl.experiments.processes import WorkerProcesses
 from gluefl.experiments.report import page
 from gluefl.experiments.report.tracking import tracker
 from gluefl.experiments.runner import Executor, ThisProcess, execute
-from gluefl.experiments.runs import FAILURE, find, read_run
+from gluefl.experiments.runs import FAILURE, NAMED, find, read_run
 from gluefl.experiments.studies import pages
 from gluefl.experiments.studies.conduct import Outcome
 
@@ -176,4 +176,9 @@ def _rows(specs: Sequence[RunSpec]) -> list[dict[str, Any]]:
     diverged = [f"{spec.name}: {run.failure} Recorded in {spec.folder / FAILURE}." for spec, run in runs if run.failure]
     if diverged:
         raise Diverged("\n".join(diverged))
-    return [{"strategy": spec.label, "seed": spec.seed} | {key: run.summary[key] for key in KEYS} for spec, run in runs]
+    return [
+        {"strategy": spec.label, "seed": spec.seed}
+        | {key: run.summary[key] for key in KEYS}
+        | {key: run.summary[key] for key in NAMED if key in run.summary}
+        for spec, run in runs
+    ]

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from gluefl.experiments.theory.planning import Plan
 from gluefl.experiments.windows import remark, window
+from gluefl.scores import Score
 
 
 def console() -> Console:
@@ -43,14 +44,15 @@ def percent(share: float) -> str:
 
 def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     """One row per strategy, means over its seeds; ratios to the first row. Values are those at the target."""
-    target = runs[0]["target"]
+    target, score = runs[0]["target"], Score.of_summary(runs[0])
     timed = all(run["total_s"] is not None for run in runs)
-    title = f"To {percent(target)} accuracy" if target is not None else "After the last round"
+    title = f"To {score.aim(target)}" if target is not None else "After the last round"
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.add_column("strategy")
     for heading in (
         "rounds",
-        "accuracy",
+        score.name,
+        *(["test"] if tested(runs) else []),
         "download",
         "ratio",
         "total",
@@ -66,18 +68,27 @@ def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     first = next(iter(by_label.values()))
     for label, repetitions in by_label.items():
         table.add_row(label, *_comparison_cells(repetitions, first, timed))
-    notes = [f"Accuracy: {window(runs)}.", remark(by_label) if target is not None else ""]
+    notes = [f"{score.title}: {window(runs)}.", remark(by_label) if target is not None else ""]
     if target is not None and any(run["reached_round"] is None for run in runs):
         notes.append("* not every run reached the target: the figures are those at its last round.")
+    if tested(runs):
+        notes.append(f"Test: {runs[0]['metric']} of the final model on the test samples.")
     table.caption = "\n".join(note for note in notes if note)
     return table
 
 
+def tested(runs: Sequence[dict[str, Any]]) -> bool:
+    """Whether targets were decided on validation samples, and the test samples used for the final models only."""
+    return all(run.get("test_accuracy") is not None for run in runs)
+
+
 def _comparison_cells(runs: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]], timed: bool) -> list[str]:
+    form = Score.of_summary(first[0]).pattern
     missed = runs[0]["target"] is not None and any(run["reached_round"] is None for run in runs)
     cells = [
         _spread([run["reached_round"] or run["rounds"] for run in runs], "{:.0f}") + ("*" if missed else ""),
-        _spread([run["mean_accuracy"] for run in runs], "{:.1%}"),
+        _spread([run["mean_accuracy"] for run in runs], form),
+        *([_spread([run["test_accuracy"] for run in runs], form)] if tested([*runs, *first]) else []),
         volume(_mean(runs, "down_bytes")),
         f"{_mean(runs, 'down_bytes') / _mean(first, 'down_bytes'):.2f}",
         volume(_mean(runs, "total_bytes")),

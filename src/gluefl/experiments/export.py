@@ -18,15 +18,17 @@ from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from gluefl import files, populations
-from gluefl.clients.evaluation import METRICS, Evaluator
+from gluefl.clients.evaluation import Evaluator
+from gluefl.clients.losses import LOSSES
+from gluefl.clients.metrics import METRICS
 from gluefl.config import Config, read, validated
 from gluefl.errors import Damaged, GlueFLError, UsageError
-from gluefl.experiments.console import percent, volume
+from gluefl.experiments.console import volume
 from gluefl.experiments.runs import CONFIG
 from gluefl.experiments.verify import check_result
+from gluefl.scores import SCORES
 from gluefl.simulation.build import build_model
 from gluefl.simulation.process import device_of
-from gluefl.simulation.settings import Setting
 from gluefl.storage import checkpoint
 from gluefl.strategies import Space
 from gluefl.vectors.layout import Layout, split
@@ -55,6 +57,7 @@ class Export:
     parameters: int
     bytes: int
     float32_bytes: int
+    metric: str
     accuracy: float
     model_accuracy: float | None  # of model.safetensors, the average over versions if the run has one
     tensors: dict[str, int]  # how many have cells of each type
@@ -119,7 +122,13 @@ def export(run: Path, out: Path, device: str = "cpu") -> Export:
 
     evaluation = config.evaluation
     evaluator = Evaluator(
-        module, layout, population, Setting().loss, METRICS[evaluation.metric], evaluation.batch, device_of(device)
+        module,
+        layout,
+        population,
+        LOSSES[config.training.loss or "cross_entropy"],
+        METRICS[evaluation.metric],
+        evaluation.batch,
+        device_of(device),
     )
     handed_over = _handed_over(run)
     accuracies = []
@@ -135,6 +144,7 @@ def export(run: Path, out: Path, device: str = "cpu") -> Export:
         parameters=layout.size,
         bytes=len(blob),
         float32_bytes=len(save(named)),
+        metric=evaluation.metric,
         accuracy=accuracies[0],
         model_accuracy=accuracies[1] if handed_over is not None else None,
         tensors=_types(cells),
@@ -145,13 +155,14 @@ def export_table(result: Export) -> Table:
     """The exported model beside the float32 model."""
     table = Table(title=f"The model published in round {result.round}", title_justify="left")
     table.add_column("model")
-    for heading in ("size", "ratio", "accuracy"):
+    score = SCORES[result.metric]
+    for heading in ("size", "ratio", score.name):
         table.add_column(heading, justify="right")
-    model_accuracy = "–" if result.model_accuracy is None else percent(result.model_accuracy)
+    model_accuracy = "–" if result.model_accuracy is None else score.short(result.model_accuracy)
     table.add_row(f"{MODEL} (float32)", volume(result.float32_bytes), "1", model_accuracy)
     kinds = ", ".join(f"{count} × {kind}" for kind, count in result.tensors.items())
     ratio = f"{result.as_json['ratio']:.2f}"
-    table.add_row(f"{result.file} (tensors: {kinds})", volume(result.bytes), ratio, percent(result.accuracy))
+    table.add_row(f"{result.file} (tensors: {kinds})", volume(result.bytes), ratio, score.short(result.accuracy))
     return table
 
 

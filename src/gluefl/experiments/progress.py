@@ -6,9 +6,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from gluefl.experiments.console import percent, volume
+from gluefl.experiments.console import volume
 from gluefl.experiments.grid import RunSpec
 from gluefl.experiments.runs import JournalTail
+from gluefl.scores import SCORES, Score
 
 LINES = 10  # per run, where standard error is not a terminal
 
@@ -90,14 +91,20 @@ class RunProgress:
 
     def _status(self) -> str:
         """The last accuracy; with a target the mean that is compared with it, or how many evaluations it lacks."""
+        score = _score(self._spec)
         target, window, known = self._spec.config.target, self._spec.config.evaluation.average, len(self._accuracies)
-        accuracy = f"accuracy {self._accuracies[-1]:.1%}" if known else ""
+        accuracy = f"{score.name} {score.text(self._accuracies[-1])}" if known else ""
         if known and target is not None and window > 1:
-            mean = f"mean of {window}: {sum(self._accuracies) / known:.1%} of {percent(target)}"
+            mean = f"mean of {window}: {score.text(sum(self._accuracies) / known)} of {score.short(target)}"
             accuracy += f" ({mean})" if known == window else f" ({known} of {window} evaluations)"
         elif known and target is not None:
-            accuracy += f" of {percent(target)}"
+            accuracy += f" of {score.short(target)}"
         return f"{accuracy}{'  ' if known else ''}down {volume(self._down_bytes)}"
 
     def _print(self, text: str) -> None:
         self._grid.console.print(f"{self._spec.name}: {text}", highlight=False)
+
+
+def _score(spec: RunSpec) -> Score:
+    table = spec.config.evaluation
+    return SCORES[table.metric].on("test" if table.held_out is None else "validation")

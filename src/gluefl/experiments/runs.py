@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from gluefl.errors import UsageError
+from gluefl.scores import Score
 from gluefl.storage.journal import Line, summarise
 from gluefl.storage.journal import read as read_journal
 
 CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
 FAILURE = "failed.txt"  # in the folder of a run that diverged: the error message
 REQUIRED = ("round", "invited", "used", "down_bytes", "up_bytes", "accuracy")
+NAMED = ("metric", "higher_is_better", "metric_format", "evaluated_on", "test_accuracy")
 OPTIONAL = (
     "wasted_down_bytes",
     "wasted_up_bytes_estimate",
@@ -48,14 +50,19 @@ class Run:
     marks: tuple[str, ...] = ()  # warnings about damaged or missing files
 
     @property
+    def score(self) -> Score:
+        """How the metric, which lines hold under `accuracy`, is named, written and compared."""
+        return Score.of_summary(self.summary) if "metric" in self.summary else Score.of_config(self.config)
+
+    @property
     def target(self) -> float | None:
-        """The target accuracy of its configuration."""
+        """The target of its configuration."""
         target: float | None = self.config.get("target", self.summary["target"])
         return target
 
     @property
     def average(self) -> int:
-        """The number of evaluations whose mean accuracy is compared with a target."""
+        """The number of evaluations whose mean is compared with a target."""
         return int(self.config.get("evaluation.average", 5))
 
     @property
@@ -76,7 +83,7 @@ class Run:
 
     @cached_property
     def smoothed(self) -> list[tuple[int, float]]:
-        """Round and mean accuracy of the last `average` evaluations, from the first complete mean on."""
+        """Round and mean metric of the last `average` evaluations, from the first complete mean on."""
         seen = [(line["round"], line["accuracy"]) for line in self.lines if line["accuracy"] is not None]
         means = []
         for end in range(self.average, len(seen) + 1):
@@ -86,14 +93,14 @@ class Run:
 
     @property
     def best(self) -> float | None:
-        """The highest smoothed accuracy."""
-        return max((accuracy for _, accuracy in self.smoothed), default=None)
+        """The best smoothed metric."""
+        return self.score.best(accuracy for _, accuracy in self.smoothed)
 
     def until(self, target: float | None) -> Sequence[Line] | None:
         """The lines up to the round that reached the target: None if no round did, all lines without a target."""
         if target is None:
             return self.lines
-        reached = next((round for round, accuracy in self.smoothed if accuracy >= target), None)
+        reached = next((round for round, value in self.smoothed if self.score.reached(value, target)), None)
         return None if reached is None else self.lines[:reached]
 
     @property
@@ -105,7 +112,8 @@ class Run:
         """Its summary for another target."""
         if target == self.target:
             return self.summary
-        return summarise(self.lines, target, self.average, self.model_bytes)
+        named = {key: self.summary[key] for key in NAMED if key in self.summary}
+        return summarise(self.lines, target, self.average, self.model_bytes, self.score) | named
 
     def size(self, key: str) -> int | None:
         """A size of its sampler (`cohort`, `sticky_size`, `sticky_cohort`)."""
@@ -140,7 +148,8 @@ def read_run(path: Path) -> Run:
     if not complete or "window_rounds" not in summary:  # not finished, or of an earlier version
         target, average = config.get("target", summary.get("target")), int(config.get("evaluation.average", 5))
         size = summary.get("model_bytes") or _model_bytes(lines, config)
-        summary = {"strategy": summary.get("strategy")} | summarise(lines, target, average, size)
+        totals = summarise(lines, target, average, size, Score.of_config(config))
+        summary = {"strategy": summary.get("strategy")} | totals
     failure = _failure(path / FAILURE)
     if failure is not None:
         marks.append(f"failed: {failure}")

@@ -3,36 +3,73 @@
 import importlib
 import inspect
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args, get_origin
 
+import torch
 from torch import Tensor
 
 from gluefl.errors import UsageError, nearest
+from gluefl.populations import inputs as structure
+from gluefl.populations.inputs import KINDS
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Raw samples, as stored: uint8 images, integer tokens or float features, and their labels."""
+    """Raw samples, as stored, and their labels.
 
-    inputs: Tensor
+    Inputs are one tensor (uint8 images, integer tokens or float features), a dict of tensors, which a module gets as
+    keyword arguments, or a tuple of tensors, which it gets as positional ones. Labels are one tensor: whole numbers,
+    floats, or a row of either per sample.
+    """
+
+    inputs: Any  # `populations.inputs.Inputs`
     labels: Tensor
 
     def __post_init__(self) -> None:
-        for name, values in (("inputs", self.inputs), ("labels", self.labels)):
-            if not isinstance(values, Tensor) or not values.dim():
-                shown = "a tensor without dimensions" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-                raise UsageError(f"Samples need {name} as one tensor with a row per sample; found {shown}.")
-        if len(self.inputs) != len(self.labels):
-            raise UsageError(f"Samples need a label per input; found {len(self.inputs)} and {len(self.labels)}.")
+        if found := structure.problem(self.inputs):
+            raise UsageError(f"Samples need inputs as {KINDS}, with a row per sample; found {found}.")
+        if not isinstance(self.labels, Tensor) or not self.labels.dim():
+            kind = type(self.labels).__name__
+            shown = "a tensor without dimensions" if isinstance(self.labels, Tensor) else f"a {kind}"
+            raise UsageError(f"Samples need labels as one tensor with a row per sample; found {shown}.")
+        count = len(structure.parts(self.inputs)[0])
+        if count != len(self.labels):
+            raise UsageError(f"Samples need a label per input; found {count} and {len(self.labels)}.")
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __getitem__(self, rows: Any) -> "Samples":
+        return Samples(structure.at(self.inputs, rows), self.labels[rows])
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Samples":
+        """A function of every tensor, for instance a copy to another device."""
+        return Samples(structure.each(function, self.inputs), function(self.labels))
+
+    def to(self, device: torch.device) -> "Samples":
+        """The same on a device."""
+        return self.each(lambda tensor: tensor.to(device))
+
     @property
     def nbytes(self) -> int:
         """Their size in memory."""
-        return self.inputs.nbytes + self.labels.nbytes
+        return sum(tensor.nbytes for tensor in structure.parts(self.inputs)) + self.labels.nbytes
+
+
+def samples_of(given: Any, source: str) -> Samples:
+    """What a population returned as samples, whatever class holds inputs and labels."""
+    if isinstance(given, Samples):
+        return given
+    if not hasattr(given, "inputs") or not hasattr(given, "labels"):
+        raise UsageError(f"{source} returned a {type(given).__name__}; needed gluefl.Samples.")
+    return Samples(given.inputs, given.labels)
+
+
+def together(samples: Sequence[Samples]) -> Samples:
+    """Samples of several clients as one."""
+    return Samples(structure.joined([one.inputs for one in samples]), torch.cat([one.labels for one in samples]))
 
 
 class Population(Protocol):
@@ -40,6 +77,9 @@ class Population(Protocol):
 
     `inputs` stay raw (uint8 where possible) until `transform` converts a batch into model inputs, on the device of
     the batch: data on a GPU take a quarter of the memory.
+
+    A population may also have `validation()`, samples that no client trains on (`gluefl.HeldOut` makes
+    them): targets are then decided on these, and the test samples are used after the last round only.
     """
 
     @property
@@ -49,7 +89,7 @@ class Population(Protocol):
 
     @property
     def classes(self) -> int:
-        """The number of labels."""
+        """The number of labels; of values per sample, where these are floats or several."""
         ...
 
     @property
@@ -69,9 +109,17 @@ class Population(Protocol):
         """The samples on which the global model is evaluated."""
         ...
 
-    def transform(self, inputs: Tensor) -> Tensor:
-        """Raw inputs to model inputs (float32, normalised), on their device; deterministic."""
+    def transform(self, inputs: Any) -> Any:
+        """Raw inputs to model inputs (float32, normalised), on their device; deterministic. Dicts and tuples, too."""
         ...
+
+
+def inline(population: Population, samples: int | None = None, name: str = "") -> str:
+    """A population in one line: Glyphs(400 clients, 62 classes, (1, 28, 28)). `samples` where counting is cheap."""
+    parts = [f"{population.clients:,} clients"]
+    if samples is not None:
+        parts.append(f"{samples:,} samples")
+    return f"{name or type(population).__name__}({', '.join(parts)}, {population.classes} classes, {population.shape})"
 
 
 MOST = 2**63 - 1

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.parameters import Has, NonNegativeCount, check
-from gluefl.populations import Population, Samples
+from gluefl.populations import Population, Samples, samples_of
+from gluefl.populations.inputs import KINDS, applied, form
+from gluefl.populations.inputs import problem as problem_of
 from gluefl.simulation.settings import Options, Setting
 
+DIFFERENCES = tuple(getattr(nn.functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber"))
 PROBED = 1000  # clients whose samples are looked at when a run has failed
 
 
@@ -99,20 +102,26 @@ def first_samples(population: Population) -> Samples:
 def unfit(model: nn.Module, population: Population, setting: Setting, samples: Samples) -> str | None:
     """Why model, loss and metric cannot be applied to the first two of these samples; None if they can."""
     device = next(model.parameters()).device
-    labels, training = samples.labels[:2].to(device), model.training
+    two, training = samples_of(samples, "the population")[:2].to(device), model.training
+    labels, step = two.labels, f"the population cannot transform inputs of {form(two.inputs)}"
     try:
-        inputs = population.transform(samples.inputs[:2].to(device))
-        given, kind = f"{inputs.dtype} {tuple(inputs.shape)}", next(model.parameters()).dtype
-        step = f"the model, whose weights are {kind}, cannot be applied to inputs of {given}"
-        outputs = model.eval()(inputs)
-        step = f"the loss cannot be applied to the model's {_form(outputs)} and labels of {_form(labels)}"
+        inputs = population.transform(two.inputs)
+        if problem := problem_of(inputs):
+            return f"the population's transform must return {KINDS}; found {problem}."
+        kind = next(model.parameters()).dtype
+        step = f"the model, whose weights are {kind}, cannot be applied to inputs of {form(inputs)}"
+        outputs = applied(model.eval(), inputs)
+        step = f"the loss cannot be applied to the model's {form(outputs)} and labels of {form(labels)}"
         loss = setting.loss(outputs, labels)
         if not isinstance(loss, Tensor) or loss.dim():
-            return f"the loss must return one number as a tensor without dimensions; found {_form(loss)}."
-        step = f"the metric cannot be applied to the model's {_form(outputs)} and labels of {_form(labels)}"
-        metric = setting.evaluation.metric(outputs, labels)
-        if not isinstance(metric, Tensor) or metric.shape != (len(labels),):
-            return f"the metric must return one number per sample as a tensor; found {_form(metric)}."
+            return f"the loss must return one number as a tensor without dimensions; found {form(loss)}."
+        step = f"the metric cannot be applied to the model's {form(outputs)} and labels of {form(labels)}"
+        function = setting.evaluation.metric.function
+        if function is not None and not _is_metric(values := function(outputs, labels), labels):
+            return (
+                "the metric must return one number per sample or per label as a tensor, or a sum and its divisor as a "
+                f"pair of tensors; found {form(values)}."
+            )
     except Exception as error:
         return f"{step}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     finally:
@@ -121,14 +130,34 @@ def unfit(model: nn.Module, population: Population, setting: Setting, samples: S
 
 
 def _untrainable(model: nn.Module, population: Population, setting: Setting) -> str | None:
-    own, batch = first_samples(population), setting.training.batch
-    inputs, labels = (values[:batch].to(next(model.parameters()).device) for values in (own.inputs, own.labels))
+    own = samples_of(first_samples(population), "the population")[: setting.training.batch]
+    own = own.to(next(model.parameters()).device)
     try:
-        loss = setting.loss(copy.deepcopy(model).train()(population.transform(inputs)), labels)
+        loss = setting.loss(applied(copy.deepcopy(model).train(), population.transform(own.inputs)), own.labels)
     except Exception as error:
-        return f"the model cannot be trained on a batch of {len(labels)} samples: {error}"
+        return f"the model cannot be trained on a batch of {len(own)} samples: {error}"
     return None if loss.requires_grad else "the loss does not depend on the model's weights: it has no gradient."
 
 
-def _form(value: object) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+def _is_metric(values: object, labels: Tensor) -> bool:
+    if isinstance(values, tuple):
+        return len(values) == 2 and all(isinstance(value, Tensor) for value in values)
+    return isinstance(values, Tensor) and (values.dim() == 1 or values.shape == labels.shape)
+
+
+@torch.no_grad()
+def check_shapes(model: nn.Module, population: Population, setting: Setting) -> None:
+    """Refuse outputs (N, 1) for labels (N,) and the like, from which a loss of differences makes (N, N) errors."""
+    if setting.loss not in DIFFERENCES:
+        return
+    device, training = next(model.parameters()).device, model.training
+    two = samples_of(first_samples(population), "the population")[:2].to(device)
+    try:
+        outputs = applied(model.eval(), population.transform(two.inputs))
+    finally:
+        model.train(training)
+    if outputs.shape != two.labels.shape:
+        raise UsageError(
+            f"the model gives {tuple(outputs.shape)} for labels {tuple(two.labels.shape)}: {setting.loss.__name__} "
+            "needs the same shape. Give the labels that shape, or let the model end with nn.Flatten(0)."
+        )

@@ -7,13 +7,16 @@ from typing import Any
 import torch
 
 from gluefl import models, populations
-from gluefl.clients.evaluation import METRICS
+from gluefl.clients.losses import LOSSES
+from gluefl.clients.metrics import METRICS
 from gluefl.config import Config, to_toml
 from gluefl.config.tables import local_rule, part, sampler, server_optimizer, strategy_of
 from gluefl.core.averaging import Averaging
 from gluefl.core.sampling import Sampler
 from gluefl.errors import UsageError
 from gluefl.fleet import Arrivals, Devices, Fleet, Instant
+from gluefl.populations import Population
+from gluefl.populations.held_out import SHARE, HeldOut
 from gluefl.simulation.arguments import first_samples, unfit
 from gluefl.simulation.result import Result
 from gluefl.simulation.run import train
@@ -30,6 +33,7 @@ def run(config: Config, options: Options) -> Result:
     )
     if skipped := getattr(population, "skipped", 0):
         print(f"{skipped} broken samples of {config.population.name} are left out", file=sys.stderr)
+    population = held_out(population, config)
     device_gb, setting = config.residuals.device_gb, build_setting(config, population.clients)
     model = build_model(config, population.classes, population.shape)
     if reason := unfit(model, population, setting, first_samples(population)):
@@ -56,6 +60,14 @@ def run(config: Config, options: Options) -> Result:
     )
 
 
+def held_out(population: Population, config: Config) -> Population:
+    """The population without its validation share; which one depends on the seed of the data, not of the run."""
+    table = config.evaluation
+    if table.held_out is None:
+        return population
+    return HeldOut(population, table.held_out, table.held_out_share or SHARE, config.population.seed)
+
+
 def build_setting(config: Config, clients: int) -> Setting:
     """What a configuration says beside model, population, strategy and sampler."""
     evaluation = config.evaluation
@@ -64,6 +76,7 @@ def build_setting(config: Config, clients: int) -> Setting:
         training=local_rule(config.training, min(1.0, config.sampling.cohort / clients)),
         server=server_optimizer(config.server),
         averaging=Averaging(config.server.average),
+        loss=LOSSES[config.training.loss or "cross_entropy"],
         importance=config.sampling.importance,
         devices=build_devices(config, clients),
         arrivals=part(Arrivals, config.fleet),

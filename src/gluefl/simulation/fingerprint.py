@@ -5,7 +5,7 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ from gluefl import __version__
 from gluefl.clients.rules import Loss
 from gluefl.errors import UsageError
 from gluefl.parameters import checked
-from gluefl.populations import Population, Samples
+from gluefl.populations import Population, Samples, samples_of
+from gluefl.populations.held_out import HeldOut
+from gluefl.populations.inputs import applied, parts
 from gluefl.randomness import stream
 from gluefl.storage import toml
 from gluefl.vectors.layout import Layout
@@ -56,7 +58,9 @@ def fingerprint(module: nn.Module, layout: Layout, population: Population, loss:
     test, clients = population.test(), _clients(population.clients)
     digest.update(repr([population.size(client) for client in clients]).encode())
     for samples in (test, *(population.train(client) for client in clients[:READ])):
-        _add(digest, samples.inputs, samples.labels)
+        if not isinstance(samples.inputs, Tensor):
+            digest.update(repr(sorted(samples.inputs) if isinstance(samples.inputs, Mapping) else "tuple").encode())
+        _add(digest, *parts(samples.inputs), samples.labels)
     structure = hashlib.blake2b(f"{module!r}".encode() + layout.fingerprint, digest_size=8)
     _add(structure, *module.parameters(), *module.buffers())  # frozen ones, too
     outputs, losses = _probe(module, population, test, loss)
@@ -86,7 +90,8 @@ def _parameters(population: Population) -> dict[str, Any]:
     except (TypeError, ValueError):
         return {}
     values = {name: getattr(population, name, None) for name in names}
-    return {
+    inner = _parameters(population.population) if isinstance(population, HeldOut) else {}
+    return inner | {
         name: value
         for name, value in values.items()
         if isinstance(value, bool | int | float) or (isinstance(value, str) and os.sep not in value)
@@ -143,14 +148,14 @@ def _probe(
 ) -> tuple[list[float] | None, list[float] | None]:
     """Outputs of the module for a few samples, and losses."""
     device, modes = next(module.parameters()).device, {part: part.training for part in module.modules()}
-    inputs, labels = test.inputs[:PROBED].to(device), test.labels[:PROBED].to(device)
+    first = samples_of(test, "test")[:PROBED].to(device)
     try:
         module.eval()
-        outputs = module(population.transform(inputs))
+        outputs = applied(module, population.transform(first.inputs))
         values = outputs.flatten()[:OUTPUTS].tolist()
         # The first outputs of a model are small, where many losses are alike.
         pattern = 3 * torch.cos(1.7 * torch.arange(outputs.numel(), device=device)).view_as(outputs).to(outputs.dtype)
-        losses = [float(loss(outputs, labels)), float(loss(pattern, labels))]
+        losses = [float(loss(outputs, first.labels)), float(loss(pattern, first.labels))]
     except Exception:
         return None, None  # what is wrong with the model or its data is reported when it is trained
     finally:

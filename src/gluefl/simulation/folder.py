@@ -16,10 +16,11 @@ from gluefl.core.sampling import Sampler
 from gluefl.core.server import State
 from gluefl.errors import Damaged, UsageError
 from gluefl.populations import Population
+from gluefl.populations.held_out import HeldOut
 from gluefl.simulation.fingerprint import Fingerprint, check_same
 from gluefl.simulation.settings import Options, Setting
 from gluefl.storage import checkpoint, toml
-from gluefl.storage.journal import Journal
+from gluefl.storage.journal import ACCURACY, Journal
 from gluefl.storage.sealed import seal
 from gluefl.strategies import Strategy
 
@@ -158,7 +159,7 @@ def describe(
     scalars = {
         "seed": setting.seed,
         "model": type(module).__name__,
-        "population": type(population).__name__,
+        "population": type(getattr(population, "population", population)).__name__,
         "importance": setting.importance,
         "initial": setting.initial,
     }
@@ -172,7 +173,21 @@ def describe(
         "arrivals": setting.arrivals,
     }
     tables = {key: _table(part) for key, part in parts.items() if part is not None}
+    if evaluation := _evaluation(population, setting):
+        tables["evaluation"] = evaluation
     return toml.dumps({**scalars, **tables, "hooks": [_table(hook) for hook in setting.hooks]})
+
+
+def _evaluation(population: Population, setting: Setting) -> dict[str, Any]:
+    """What is measured and on which samples, where that is not the accuracy on the test samples."""
+    score, table = setting.evaluation.metric.score, dict[str, Any]()
+    if score != ACCURACY:
+        table |= score.keys()
+    if isinstance(population, HeldOut):
+        table |= {"held_out": population.by, "held_out_share": population.share, "held_out_seed": population.seed}
+    elif hasattr(population, "validation"):
+        table["held_out"] = "own"
+    return table
 
 
 def _table(part: object) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from typing import Any
 from torch import nn
 
 from gluefl import populations
+from gluefl.clients.metrics import METRICS, TOP_1
 from gluefl.config import Config, validated
 from gluefl.config.raw import read
 from gluefl.errors import UsageError
 from gluefl.populations import Population
 from gluefl.simulation.arguments import load_weights
-from gluefl.simulation.build import build_model
+from gluefl.simulation.build import build_model, held_out
 from gluefl.simulation.folder import CONFIG, JOURNAL, MODEL, SUMMARY
 from gluefl.simulation.result import Result
 from gluefl.storage.journal import Journal
@@ -30,15 +31,16 @@ def load(folder: Path | str, *, model: nn.Module | None = None, population: Popu
     missing = [name for name in (CONFIG, JOURNAL, MODEL, SUMMARY) if not (path / name).exists()]
     if missing:
         raise UsageError(f"{path} holds no finished run: {', '.join(missing)} missing. Give the folder of a run.")
-    raw = read(path / CONFIG)
+    raw, metric = read(path / CONFIG), TOP_1
     if model is None or population is None:
         config = _configuration(raw, path)
         population = population or _population(config)
+        metric = METRICS[config.evaluation.metric]
         model = model or build_model(config, population.classes, population.shape)
     module = copy.deepcopy(model)
     load_weights(module, path / MODEL)
     summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
-    return Result(module.eval(), Journal(path / JOURNAL), summary, population)
+    return Result(module.eval(), Journal(path / JOURNAL), summary, population, metric)
 
 
 def _configuration(raw: dict[str, Any], path: Path) -> Config:
@@ -52,4 +54,4 @@ def _configuration(raw: dict[str, Any], path: Path) -> Config:
 
 def _population(config: Config) -> Population:
     table = config.population
-    return populations.build(table.name, table.clients, table.seed, **(table.model_extra or {}))
+    return held_out(populations.build(table.name, table.clients, table.seed, **(table.model_extra or {})), config)

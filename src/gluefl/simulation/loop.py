@@ -69,13 +69,14 @@ class Loop:
 
 
 def _evaluated(evaluator: Evaluator, state: State, device: torch.device) -> dict[str, float]:
+    kind = evaluator.decides_on
     with on_side_stream(device, "evaluation"):
         result = evaluator(*state.model)
     if not math.isfinite(result.loss):
-        raise Diverged(f"round {state.round}: the test loss is {result.loss}: the training diverged.")
+        raise Diverged(f"round {state.round}: the {kind} loss is {result.loss}: the training diverged.")
     if not math.isfinite(result.accuracy):
         raise UsageError(
-            f"round {state.round}: the metric is {result.accuracy} where the test loss is {result.loss:.4g}. "
+            f"round {state.round}: the metric is {result.accuracy} where the {kind} loss is {result.loss:.4g}. "
             "Pass Evaluation(metric=…) a function that returns one finite number per sample."
         )
-    return {"accuracy": result.accuracy, "test_loss": result.loss}
+    return {"accuracy": result.accuracy, f"{kind}_loss": result.loss}

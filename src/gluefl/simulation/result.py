@@ -1,7 +1,7 @@
 """What a run gives back: the trained model, which predicts from raw inputs, and its journal."""
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,9 +11,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from gluefl.clients.evaluation import Metric, top_1
+from gluefl.clients.metrics import TOP_1, Metric, metric_of
 from gluefl.errors import MissingExtra, UsageError
 from gluefl.populations import Population
+from gluefl.populations.inputs import KINDS, applied, each, parts, problem
+from gluefl.scores import Score
 from gluefl.storage.journal import Journal, Line
 
 PERCENTILES = (5, 10, 25, 50, 75, 90, 95)
@@ -28,34 +30,52 @@ class Result:
     written: Journal
     summary: dict[str, Any]
     population: Population
+    metric: Metric = TOP_1  # of the run; `accuracy` in the journal holds its values
 
     @cached_property
     def journal(self) -> list[Line]:
         """The lines of the journal; those of a run with a folder are read from there when they are first used."""
         return self.written.lines
 
+    @property
+    def score(self) -> Score:
+        """How the values of the metric are named, written and compared."""
+        return Score.of_summary(self.summary)
+
     @torch.no_grad()
-    def predict(self, inputs: ArrayLike | Tensor) -> Tensor:
+    def predict(self, inputs: ArrayLike | Tensor | Mapping[str, Any] | tuple[Any, ...]) -> Tensor:
         """The outputs of the model for raw inputs, as the population stores them: `result.predict(pictures).argmax(1)`.
 
         The module itself, `result.module`, expects inputs that `population.transform` has made.
         """
-        raw = inputs if isinstance(inputs, Tensor) else torch.from_numpy(np.array(inputs))
-        if not len(raw):
+        raw = each(_tensor, inputs if isinstance(inputs, Mapping | tuple) else _tensor(inputs))
+        if found := problem(raw):
+            raise UsageError(f"predict needs raw inputs as {KINDS}, with a row per sample; found {found}.")
+        count = len(parts(raw)[0])
+        if not count:
             raise UsageError("predict needs at least one input, found none.")
         device = next(self.module.parameters()).device
         self.module.eval()
-        batches = (raw[start : start + BATCH].to(device) for start in range(0, len(raw), BATCH))
-        return torch.cat([self.module(self.population.transform(batch)) for batch in batches])
+        outputs = []
+        for start in range(0, count, BATCH):
+            batch = each(lambda tensor: tensor[start : start + BATCH].to(device), raw)  # noqa: B023 - used at once
+            outputs.append(applied(self.module, self.population.transform(batch)))
+        return torch.cat(outputs)
 
-    def client_accuracy(self, clients: Iterable[int] | None = None, metric: Metric = top_1) -> dict[int, float]:
-        """The metric on the own samples of every client, or of these, by client."""
+    def client_accuracy(self, clients: Iterable[int] | None = None, metric: Any = None) -> dict[int, float]:
+        """The metric of the run, or another, on the own samples of every client, or of these, by client.
+
+        A client on whose samples it is undefined, such as one without samples, is left out.
+        """
+        chosen: Metric = self.metric if metric is None else metric_of(metric)
         numbers = range(self.population.clients) if clients is None else clients
         accuracies = {}
         for client in numbers:
             samples = self.population.train(client)
             if len(samples):
-                accuracies[client] = float(metric(self.predict(samples.inputs), samples.labels).float().mean())
+                total, count = chosen.sums(self.predict(samples.inputs), samples.labels)
+                if count:
+                    accuracies[client] = chosen.final(float(total) / float(count))
         return accuracies
 
     def frame(self) -> Any:
@@ -76,7 +96,7 @@ class Result:
         figure = figures.Figure(figsize=(5, 3), layout="constrained")
         axes, (megabytes, accuracies) = figure.subplots(), self._curve()
         axes.plot(megabytes, accuracies, marker=".")
-        axes.set(xlabel="download, MB", ylabel="accuracy", title=self.summary["strategy"])
+        axes.set(xlabel="download, MB", ylabel=self.score.name, title=self.summary["strategy"])
         axes.grid(alpha=0.3)
         return figure
 
@@ -86,8 +106,8 @@ class Result:
         return [float(x) for x, _ in points], [y for _, y in points]
 
     def __repr__(self) -> str:
-        summary, accuracy = self.summary, self.summary["mean_accuracy"]
-        reached = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+        summary, value = self.summary, self.summary["mean_accuracy"]
+        reached = "" if value is None else f", {self.score.name} {self.score.text(value)}"
         return (
             f"Result({summary['strategy']}: {summary['rounds']} rounds{reached}, {summary['down_bytes']:,} bytes down)"
         )
@@ -101,6 +121,10 @@ class Result:
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=150)
         return bytes(buffer.getvalue())
+
+
+def _tensor(values: Any) -> Any:
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
 
 
 def percentiles(accuracies: Sequence[float]) -> dict[str, float]:

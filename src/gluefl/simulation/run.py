@@ -21,7 +21,7 @@ from gluefl.core.server import Core, State, start
 from gluefl.errors import DataError
 from gluefl.populations import Population
 from gluefl.randomness import stream
-from gluefl.simulation.arguments import check_arguments, explained, load_weights
+from gluefl.simulation.arguments import check_arguments, check_shapes, explained, load_weights
 from gluefl.simulation.channel import Encoded, Measured
 from gluefl.simulation.engines import engine_of
 from gluefl.simulation.fingerprint import fingerprint
@@ -34,7 +34,7 @@ from gluefl.simulation.progress import progress
 from gluefl.simulation.result import Result, percentiles
 from gluefl.simulation.round import Player, play
 from gluefl.simulation.settings import Options, Setting
-from gluefl.storage.journal import Journal, Totals
+from gluefl.storage.journal import Journal, Totals, perplexity
 from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
 from gluefl.vectors.layout import Layout
@@ -67,6 +67,7 @@ def train(
     """
     check_arguments(model, population, sampler, rounds, setting, options)
     setting, options = setting or Setting(), options or Options()
+    population, evaluation = setting.evaluation.applied_to(population), setting.evaluation
     device = device_of(options.device)
     module = copy.deepcopy(model).to(device)
     if setting.initial_weights is not None:
@@ -84,21 +85,22 @@ def train(
             held.enter_context(folder.locked(options.resume, state))
             journal = Journal(options.folder / JOURNAL)
             state = folder.open(state, journal)
-        evaluation = setting.evaluation
-        totals = Totals.of(journal.stored(), evaluation.target, evaluation.average)
+        check_shapes(module, population, setting)
+        totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, evaluation.metric.score)
         evaluator = Evaluator(
             module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
-        with progress(rounds, options.progress) as shown:
+        score = evaluation.metric.score.on(evaluator.decides_on)
+        with progress(rounds, options.progress, score) as shown:
             loop = Loop(rounds, evaluation, options, (*shown, *options.callbacks))
             state = loop.run(_player(sim), sim, state, Records(journal, totals, folder), evaluator)
-        summary = _summary(sim, totals)
+        summary = _summary(sim, totals) | _measured(evaluator, state)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
         named = sim.core.layout.state_dict(module, *state.model)
         if folder is not None:
             folder.finish(named, summary)
-    return Result(module.cpu().eval(), journal, summary, population)
+    return Result(module.cpu().eval(), journal, summary, population, evaluation.metric)
 
 
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
@@ -189,6 +191,16 @@ def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:
         "trainer": type(trainer).__name__.lower(),
         "client_accuracy": None,
     }
+
+
+def _measured(evaluator: Evaluator, state: State) -> dict[str, Any]:
+    """What the journal's `accuracy` is; where it was decided on validation samples, the result on the test samples."""
+    named = evaluator.metric.score.keys() | {"evaluated_on": evaluator.decides_on, "test_accuracy": None}
+    if evaluator.decides_on == "test":
+        return named
+    final = evaluator.test(*state.model)
+    test = {"test_accuracy": final.accuracy, "test_loss": final.loss, "perplexity": perplexity(final.loss)}
+    return named | test
 
 
 def _pool(population: Population, setting: Setting) -> Pool:

@@ -9,14 +9,16 @@ from pydantic import Strict
 from torch import nn
 
 from gluefl.clients.cohort import Engine
-from gluefl.clients.evaluation import Metric, top_1
+from gluefl.clients.metrics import TOP_1, AnyMetric
 from gluefl.clients.rules import LocalRule, LocalSGD, Loss
 from gluefl.clients.trainers.choice import TRAINERS
 from gluefl.core.averaging import Averaging
 from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.server import Initial, State
 from gluefl.fleet import Arrivals, Devices, Instant
-from gluefl.parameters import Count, Has, NonNegativeCount, OneOf, Seed, Share, checked
+from gluefl.parameters import Count, Finite, Has, NonNegativeCount, OneOf, OpenShare, Seed, checked
+from gluefl.populations import Population
+from gluefl.populations.held_out import SHARE, By, HeldOut
 from gluefl.storage.journal import Line
 from gluefl.strategies.hooks import Hook
 
@@ -35,11 +37,26 @@ class Evaluation:
 
     every: Count = 10  # rounds
     average: Count = 5  # a target is compared with the mean of this many evaluations
-    metric: Metric = top_1
+    metric: AnyMetric = TOP_1  # a Metric, a name of `METRICS` or a function
     batch: Count = 1000
-    target: Share | None = None
+    target: Finite | None = None  # reached from below, or from above where lower is better
     stop_at_target: bool = True
     clients: NonNegativeCount = 0  # at the end, percentiles of the metric over this many clients
+    held_out: By | None = None  # decide on a share of the samples or clients; the test set is for the end
+    held_out_share: OpenShare | None = None  # 0.1
+
+    def problems(self) -> Iterator[str]:
+        """A target must be a possible value; a share needs to know of what."""
+        if problem := self.metric.score.problem(self.target):
+            yield f"target: {problem}"
+        if self.held_out_share is not None and self.held_out is None:
+            yield 'held_out_share needs held_out = "samples" or "clients"'
+
+    def applied_to(self, population: Population) -> Population:
+        """The population without the validation share, where one is asked for."""
+        if self.held_out is None:
+            return population
+        return HeldOut(population, self.held_out, self.held_out_share or SHARE)
 
 
 @checked

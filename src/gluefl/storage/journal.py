@@ -10,6 +10,7 @@ from typing import Any
 
 from gluefl import files
 from gluefl.errors import Damaged
+from gluefl.scores import Score
 from gluefl.storage.sealed import seal, unseal
 
 Line = dict[str, Any]
@@ -25,6 +26,8 @@ SUMMED = (
     "upload_s",
     "wasted_s",
 )
+LOSSES = ("test_loss", "validation_loss")
+ACCURACY = Score()
 
 
 class Journal:
@@ -111,10 +114,11 @@ class Totals:
     was reached, otherwise at the end. It takes the same memory whatever the number of rounds.
 
     The target is reached by a mean over a window of evaluations; what single evaluations would give stands beside it.
+    The key `accuracy` of a line holds the value of the metric, whatever that measures.
     """
 
-    def __init__(self, target: float | None, average: int) -> None:
-        self.target, self.average, self.rounds = target, average, 0
+    def __init__(self, target: float | None, average: int, score: Score = ACCURACY) -> None:
+        self.target, self.average, self.score, self.rounds = target, average, score, 0
         self.reached_round: int | None = None
         self.single_reached_round: int | None = None
         self._sums: dict[str, Any] = {}
@@ -122,13 +126,13 @@ class Totals:
         self._accuracies = deque[float](maxlen=average)  # of the last evaluations
         self._first_evaluation: int | None = None
         self._invitations = 0
-        self._test_loss: float | None = None
+        self._losses: dict[str, float] = {}  # the last ones, of the test or the validation samples
         self._clock_s: float | None = None
 
     @classmethod
-    def of(cls, lines: Iterable[Line], target: float | None, average: int) -> "Totals":
+    def of(cls, lines: Iterable[Line], target: float | None, average: int, score: Score = ACCURACY) -> "Totals":
         """Of the first lines of a journal."""
-        totals = cls(target, average)
+        totals = cls(target, average, score)
         for line in lines:
             totals.add(line)
         return totals
@@ -145,8 +149,7 @@ class Totals:
             self._single_down_bytes += line["down_bytes"]
         self._invitations += line["invited"]
         self._clock_s = line["clock_s"]
-        if line.get("test_loss") is not None:
-            self._test_loss = line["test_loss"]
+        self._losses |= {key: line[key] for key in LOSSES if line.get(key) is not None}
         if line["accuracy"] is not None:
             self._evaluated(int(line["round"]), line["accuracy"])
 
@@ -156,14 +159,19 @@ class Totals:
             self._first_evaluation = round
         if self.target is None:
             return
-        if self.single_reached_round is None and accuracy >= self.target:
+        if self.single_reached_round is None and self.score.reached(accuracy, self.target):
             self.single_reached_round = round
-        if len(self._accuracies) == self.average and math.fsum(self._accuracies) / self.average >= self.target:
+        mean = math.fsum(self._accuracies) / len(self._accuracies)
+        if len(self._accuracies) == self.average and self.score.reached(mean, self.target):
             self.reached_round = round
+
+    def losses(self) -> dict[str, float | None]:
+        """The last losses of evaluations, and the perplexity of the test samples."""
+        return {**dict.fromkeys(LOSSES), **self._losses, "perplexity": perplexity(self._losses.get("test_loss"))}
 
     def summary(self, model_bytes: int) -> dict[str, Any]:
         """As in `summary.json`."""
-        sums, loss, recent = dict.fromkeys(SUMMED) | self._sums, self._test_loss, self._accuracies
+        sums, recent = dict.fromkeys(SUMMED) | self._sums, self._accuracies
         first = self._first_evaluation  # after `every` rounds
         down_bytes, up_bytes = sums["down_bytes"], sums["up_bytes"]
         share = (down_bytes or 0) / (self._invitations * model_bytes) if self._invitations else None
@@ -173,8 +181,7 @@ class Totals:
             "last_accuracy": recent[-1] if recent else None,
             "window_evaluations": self.average,
             "window_rounds": None if first is None else self.average * first,
-            "test_loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)) if loss is not None else None,  # e^loss, for text
+            **self.losses(),
             "target": self.target,
             "reached_round": self.reached_round,
             "single_reached_round": self.single_reached_round,
@@ -190,12 +197,19 @@ class Totals:
         }
 
 
+def perplexity(loss: float | None) -> float | None:
+    """e^loss, for text."""
+    return None if loss is None else math.exp(min(loss, 700.0))
+
+
 def mean_accuracy(lines: Sequence[Line], average: int) -> float | None:
     """The mean of the last `average` evaluations."""
     recent = [line["accuracy"] for line in lines if line["accuracy"] is not None][-average:]
     return math.fsum(recent) / len(recent) if recent else None
 
 
-def summarise(lines: Iterable[Line], target: float | None, average: int, model_bytes: int) -> dict[str, Any]:
+def summarise(
+    lines: Iterable[Line], target: float | None, average: int, model_bytes: int, score: Score = ACCURACY
+) -> dict[str, Any]:
     """The summary of a journal's lines."""
-    return Totals.of(lines, target, average).summary(model_bytes)
+    return Totals.of(lines, target, average, score).summary(model_bytes)

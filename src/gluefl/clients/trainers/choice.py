@@ -14,7 +14,8 @@ from gluefl.clients.trainers.loop import Loop
 from gluefl.clients.trainers.stacked import Stacked
 from gluefl.clients.trainers.workers import Workers
 from gluefl.errors import UsageError
-from gluefl.populations import Population
+from gluefl.populations import Population, samples_of
+from gluefl.populations.inputs import applied
 from gluefl.vectors.layout import Layout
 
 DENSE_LIMIT = 1_000_000  # parameters; above it the products of single clients fill a core alone
@@ -41,7 +42,7 @@ def choose(
         )
     flat = not isinstance(rule, TorchOptimizer)
     stackable = flat and not pass_.random and bool(getattr(module, "stackable", True))
-    dense = type(rule) in Dense.fuses and is_chain(module, population)
+    dense = type(rule) in Dense.fuses and is_chain(module, population) and pass_.single
     if name == "auto":
         name = _best(module, device, pass_.random, dense, stackable)
     if name == "stacked" and not flat:
@@ -71,6 +72,7 @@ class Pass:
 
     random: bool = False  # it draws random numbers, from a generator that threads would share
     untracked: tuple[str, ...] = ()  # buffers that it changes and that are no statistics of the layout
+    single: bool = True  # raw and transformed inputs are one tensor each
 
 
 def probe(module: nn.Module, layout: Layout, population: Population) -> Pass:
@@ -83,16 +85,18 @@ def probe(module: nn.Module, layout: Layout, population: Population) -> Pass:
     constants = {name: buffer.clone() for name, buffer in probed.named_buffers() if name not in tracked}
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         try:
-            inputs = population.train(0).inputs
-            two = population.transform(inputs[torch.arange(2) % len(inputs)].to(device))
+            own = samples_of(population.train(0), "train")
+            raw = own[torch.arange(2) % len(own)].to(device).inputs
+            two = population.transform(raw)
+            single = isinstance(raw, Tensor) and isinstance(two, Tensor)
             before = _generators(device)  # the transform may draw, too
-            probed(two)
+            applied(probed, two)
         except Exception:
             return Pass(has_dropout)  # the training itself says what is wrong with the model or its data
         random = not all(torch.equal(a, b) for a, b in zip(before, _generators(device)))
     after = dict(probed.named_buffers())
     changed = [name for name, old in constants.items() if not _same(old, after[name])]
-    return Pass(random or has_dropout, tuple(changed))
+    return Pass(random or has_dropout, tuple(changed), single)
 
 
 def _same(old: Tensor, new: Tensor) -> bool:

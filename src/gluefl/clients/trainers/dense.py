@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class Dense:
 
     module: nn.Module
     layout: Layout
-    transform: Callable[[Tensor], Tensor]
+    transform: Callable[[Any], Any]
     loss: Loss
     count: int = field(default_factory=available)
     _pool: ThreadPoolExecutor | None = None
@@ -101,18 +101,19 @@ class Dense:
         return deltas, [value / steps for value in total.tolist()]
 
     def _gather(self, space: "Workspace", jobs: Sequence[Job]) -> tuple[Tensor, Tensor]:
-        """Inputs (clients, steps, batch, features) and labels (clients, steps, batch)."""
+        """Inputs (clients, steps, batch, features) and labels (clients, steps, batch, …)."""
         shape = (len(jobs), *jobs[0].batches.shape)
         orders = [job.batches.reshape(-1) for job in jobs]
-        raw = space.room_for(jobs[0].samples.inputs, sum(map(len, orders)))
-        for job, order, rows in zip(jobs, orders, torch.split(raw, [len(order) for order in orders])):
-            torch.index_select(job.samples.inputs, 0, order, out=rows)
+        inputs = [job.samples.inputs for job in jobs]
+        raw = space.room_for(cast(Tensor, inputs[0]), sum(map(len, orders)))  # `choose` saw one tensor
+        for own, order, rows in zip(inputs, orders, torch.split(raw, [len(order) for order in orders])):
+            torch.index_select(cast(Tensor, own), 0, order, out=rows)
         labels = torch.cat([job.samples.labels[order] for job, order in zip(jobs, orders)])
-        return self.transform(raw).reshape(*shape, -1), labels.reshape(shape)
+        return self.transform(raw).reshape(*shape, -1), labels.reshape(*shape, *labels.shape[1:])
 
     def _losses(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of every client and its derivative by the outputs."""
-        if self.loss is nn.functional.cross_entropy:
+        if self.loss is nn.functional.cross_entropy and _are_classes(labels):
             log_p = outputs.log_softmax(2)
             right = labels.unsqueeze(2)
             error = log_p.exp()
@@ -136,3 +137,8 @@ class Workspace:
         if self.samples.dtype != like.dtype or self.samples.shape[1:] != like.shape[1:] or len(self.samples) < count:
             self.samples = like.new_empty(count, *like.shape[1:])
         return self.samples[:count]
+
+
+def _are_classes(labels: Tensor) -> bool:
+    """Whether labels (clients, batch) are classes, all of them known: not probabilities, and none is −100."""
+    return labels.dim() == 2 and not labels.is_floating_point() and bool((labels >= 0).all())

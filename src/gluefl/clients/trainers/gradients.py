@@ -1,8 +1,9 @@
 """The gradients of many clients at once: by `torch.func.vmap`, or by layers with weights for many clients."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,13 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from gluefl.clients.rules import Loss
 from gluefl.clients.trainers.layers import ManyClients
+from gluefl.populations.inputs import Inputs, each
 from gluefl.vectors.layout import Layout, Part
 
 TOLERANCE = 1e-6  # the largest relative difference between two ways to compute a step in float64
 
 # (weights, statistics, inputs, labels), a row per client → gradient, (losses, statistics after the forward pass)
-Gradients = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, tuple[Tensor, Tensor]]]
+Gradients = Callable[[Tensor, Tensor, Any, Tensor], tuple[Tensor, tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -24,29 +26,30 @@ class ByVmap:
 
     module: nn.Module
     layout: Layout
-    transform: Callable[[Tensor], Tensor]
+    transform: Callable[[Any], Any]
     loss: Loss
 
     def __call__(
-        self, weights: Tensor, statistics: Tensor, inputs: Tensor, labels: Tensor
+        self, weights: Tensor, statistics: Tensor, inputs: Inputs, labels: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Gradients, losses, statistics."""
         return self._mapped(weights, statistics, inputs, labels)
 
     @cached_property
     def _mapped(self) -> Gradients:
-        def loss(weights: Tensor, statistics: Tensor, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        def loss(weights: Tensor, statistics: Tensor, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor]:
             # Splitting once makes the backward pass one concatenation instead of a padded copy per tensor.
             tensors = dict(_pieces(self.layout.weights, weights))
             # Normalisation layers write to their buffers: each gets a copy of its own, as autograd tracks them apart.
             buffers = {name: piece.clone() for name, piece in _pieces(self.layout.statistics, statistics)}
-            outputs = functional_call(
-                self.module, {**tensors, **buffers}, (_cast(self.transform(inputs), weights.dtype),)
-            )
+            given = each(lambda tensor: _cast(tensor, weights.dtype), self.transform(inputs))
+            by_name = dict(given) if isinstance(given, Mapping) else {}
+            by_place = () if by_name else given if isinstance(given, tuple) else (given,)
+            outputs = functional_call(self.module, {**tensors, **buffers}, by_place, by_name)
             after = [buffers[part.name].reshape(-1) for part in self.layout.statistics]
             return self.loss(outputs, labels), torch.cat(after) if after else statistics
 
-        def gradients(w: Tensor, s: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        def gradients(w: Tensor, s: Tensor, x: Inputs, y: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             gradient, (value, after) = grad_and_value(loss, has_aux=True)(w, s, x, y)
             return gradient, (value, after)
 
@@ -59,7 +62,7 @@ class ByLayers:
     """Weights and gradients in the order of the layers, see `ManyClients.order`."""
 
     many: ManyClients
-    transform: Callable[[Tensor], Tensor]
+    transform: Callable[[Any], Any]
     loss: Loss
 
     def __call__(

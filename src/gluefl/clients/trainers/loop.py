@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gluefl.clients.cohort import Cohort, Job, Outcome
 from gluefl.clients.rules import Context, Final, LocalRule, Loss, Rule, TorchOptimizer, advance
+from gluefl.populations.inputs import applied
 from gluefl.vectors.layout import Layout, split
 
 
@@ -17,7 +19,7 @@ class Loop:
 
     module: nn.Module
     layout: Layout
-    transform: Callable[[Tensor], Tensor]
+    transform: Callable[[Any], Any]
     loss: Loss
 
     def train(self, cohort: Cohort, jobs: Sequence[Job], rule: LocalRule) -> Iterator[Outcome]:
@@ -48,8 +50,8 @@ class Loop:
     def _gradients(self, job: Job, parameters: list[nn.Parameter], losses: list[Tensor]) -> Iterator[list[Tensor]]:
         """The gradients of batch after batch, at the parameters that the module has then."""
         for batch in job.batches.to(parameters[0].device):
-            outputs = self.module(self.transform(job.samples.inputs[batch]))
-            loss = self.loss(outputs, job.samples.labels[batch])
+            samples = job.samples[batch]
+            loss = self.loss(applied(self.module, self.transform(samples.inputs)), samples.labels)
             losses.append(loss.detach())
             yield list(torch.autograd.grad(loss, parameters, materialize_grads=True))
 

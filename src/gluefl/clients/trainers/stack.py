@@ -4,11 +4,14 @@ import gc
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gluefl.clients.cohort import Job
+from gluefl.populations import together
+from gluefl.populations.inputs import Inputs, at, each, joined
 
 MOST_CONCATENATED = 2  # times the samples that are trained on
 
@@ -21,7 +24,7 @@ class Stack:
     weights: Tensor  # (clients, d)
     velocity: Tensor
     statistics: Tensor  # (clients, s)
-    inputs: Tensor  # (clients, batch, …), raw
+    inputs: Any  # (clients, batch, …), raw; one tensor, or several
     labels: Tensor
     lr: Tensor  # (clients, 1); 0 for a client that has done its steps
     momentum: Tensor  # (clients, 1)
@@ -32,15 +35,15 @@ class Stack:
 
     @classmethod
     def like(
-        cls, weights: Tensor, statistics: Tensor, inputs: Tensor, labels: Tensor, frozen: Tensor | None
+        cls, weights: Tensor, statistics: Tensor, inputs: Inputs, labels: Tensor, frozen: Tensor | None
     ) -> "Stack":
         """Memory for batches (clients, steps, batch, …) of inputs and labels."""
-        clients = len(inputs)
+        clients = len(labels)
         return cls(
             weights=weights.expand(clients, -1).clone(),
             velocity=weights.new_zeros(clients, weights.numel()),
             statistics=statistics.expand(clients, -1).clone(),
-            inputs=inputs[:, 0].clone(),
+            inputs=each(lambda tensor: tensor[:, 0].clone(), inputs),
             labels=labels[:, 0].clone(),
             lr=weights.new_zeros(clients, 1),
             momentum=weights.new_zeros(clients, 1),
@@ -58,6 +61,11 @@ class Stack:
         self.start.copy_(weights)
         if self.movable is not None and frozen is not None:
             self.movable.copy_(~frozen)
+
+    def feed(self, inputs: Inputs, labels: Tensor, step: int) -> None:
+        """Copy the batches of a step to where a replay reads them."""
+        each(lambda own, new: own.copy_(new[:, step]), self.inputs, inputs)
+        self.labels.copy_(labels[:, step])
 
     def capture(self, step: Callable[["Stack"], None]) -> bool:
         """Record a step as a CUDA graph; False, with a warning, for a module that cannot be recorded."""
@@ -88,16 +96,16 @@ class Stack:
         return True
 
 
-def gather(jobs: Sequence[Job], steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def gather(jobs: Sequence[Job], steps: int, device: torch.device) -> tuple[Any, Tensor]:
     """The batches of all clients: (clients, steps, batch, …). A client with fewer steps repeats its last batch."""
     orders = torch.stack([_lengthened(job.batches, steps) for job in jobs])
     sizes = [len(job.samples) for job in jobs]
     if sum(sizes) <= MOST_CONCATENATED * orders.numel():  # all samples in one tensor: few calls instead of many
         places = (orders + torch.tensor([0, *sizes[:-1]]).cumsum(0)[:, None, None]).to(device)
-        inputs, labels = (torch.cat([getattr(job.samples, name) for job in jobs]) for name in ("inputs", "labels"))
-        return inputs[places], labels[places]
+        samples = together([job.samples for job in jobs])
+        return at(samples.inputs, places), samples.labels[places]
     orders = orders.to(device)  # one copy for all clients
-    inputs = torch.stack([job.samples.inputs[order] for job, order in zip(jobs, orders)])
+    inputs = joined([at(job.samples.inputs, order) for job, order in zip(jobs, orders)], torch.stack)
     return inputs, torch.stack([job.samples.labels[order] for job, order in zip(jobs, orders)])
 
 

@@ -22,6 +22,7 @@ from gluefl.clients.trainers.gradients import ByLayers, ByVmap, Gradients, diffe
 from gluefl.clients.trainers.layers import ManyClients
 from gluefl.clients.trainers.stack import Stack, gather
 from gluefl.errors import UsageError
+from gluefl.populations.inputs import Inputs, at, parts
 from gluefl.vectors.layout import Layout
 
 
@@ -33,7 +34,7 @@ class Stacked:
 
     module: nn.Module
     layout: Layout
-    transform: Callable[[Tensor], Tensor]
+    transform: Callable[[Any], Any]
     loss: Loss
     most: int = 1024  # clients at a time; lowered when the memory does not hold them
     capture: bool = True
@@ -72,21 +73,24 @@ class Stacked:
         inputs, labels = gather(jobs, max(len(job.batches) for job in jobs), cohort.weights.device)
         statistics = cohort.statistics[: self.layout.tracked_size]
         if self.layers is not None and not self._checked:
-            self._check(cohort.weights, statistics, inputs[:, 0], labels[:, 0])
+            self._check(cohort.weights, statistics, inputs, labels[:, 0])
         if isinstance(rule, LocalSGD) and type(rule) in self.fuses:
             return self._train_fused(cohort, jobs, rule, inputs, labels)
         return self._train_mapped(cohort, jobs, rule, inputs, labels)
 
-    def _check(self, weights: Tensor, statistics: Tensor, inputs: Tensor, labels: Tensor) -> None:
+    def _check(self, weights: Tensor, statistics: Tensor, inputs: Inputs, labels: Tensor) -> None:
         assert self.layers is not None
+        if not isinstance(inputs, Tensor):  # the layers take the samples of all clients as one tensor
+            self.layers = None
+            return
         by_layers = ByLayers(self.layers, self.transform, self.loss)
-        if reason := difference(by_layers, self._by_vmap, weights, statistics, inputs, labels):
+        if reason := difference(by_layers, self._by_vmap, weights, statistics, inputs[:, 0], labels):
             warnings.warn(f"{reason}: it is trained by vmap, which is slower.", stacklevel=2)
             self.layers = None
         self._checked = True
 
     def _train_fused(
-        self, cohort: Cohort, jobs: Sequence[Job], sgd: LocalSGD, inputs: Tensor, labels: Tensor
+        self, cohort: Cohort, jobs: Sequence[Job], sgd: LocalSGD, inputs: Inputs, labels: Tensor
     ) -> list[Outcome]:
         """Local SGD, in place."""
         steps, lr = [len(job.batches) for job in jobs], sgd.rate(cohort.round)
@@ -94,7 +98,8 @@ class Stacked:
         if self.layers is not None:
             weights = weights[self.layers.order]
             frozen = None if frozen is None else frozen[self.layers.order]
-        key = (len(jobs), inputs.shape[2:], inputs.dtype, frozen is None, sgd)
+        shapes = tuple((tensor.shape[2:], tensor.dtype) for tensor in (*parts(inputs), labels))
+        key = (len(jobs), shapes, frozen is None, sgd)
         if key not in self.stacks:
             self.stacks.clear()  # one at a time: a stack holds several models per client
             stack = Stack.like(weights, statistics, inputs, labels, frozen)
@@ -111,8 +116,7 @@ class Stacked:
             if uneven:
                 stack.lr.copy_(lr * (remaining > step).to(weights.dtype))
                 stack.momentum.copy_(sgd.momentum * (remaining > step).to(weights.dtype))
-            stack.inputs.copy_(inputs[:, step])
-            stack.labels.copy_(labels[:, step])
+            stack.feed(inputs, labels, step)
             if stack.graph is not None:
                 stack.graph.replay()
             else:
@@ -153,7 +157,7 @@ class Stacked:
         stack.weights.sub_(stack.velocity)
 
     def _train_mapped(
-        self, cohort: Cohort, jobs: Sequence[Job], rule: Rule, inputs: Tensor, labels: Tensor
+        self, cohort: Cohort, jobs: Sequence[Job], rule: Rule, inputs: Inputs, labels: Tensor
     ) -> list[Outcome]:
         """Any rule: `init` and `final` client by client, `step` by vmap."""
         steps = torch.tensor([len(job.batches) for job in jobs], device=cohort.weights.device)
@@ -170,8 +174,9 @@ class Stacked:
         weights = cohort.weights.expand(len(jobs), -1)
         statistics = cohort.statistics[: self.layout.tracked_size].expand(len(jobs), -1)
         total = cohort.weights.new_zeros(len(jobs))
-        for number in range(inputs.shape[1]):
-            gradient, (losses, after) = gradients(weights, statistics, inputs[:, number], labels[:, number])
+        for number in range(labels.shape[1]):
+            batch = at(inputs, (slice(None), number))
+            gradient, (losses, after) = gradients(weights, statistics, batch, labels[:, number])
             with torch.no_grad():
                 # A client that has done its steps keeps everything as it is, whatever the rule.
                 active = steps > number

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from gluefl.accel.threads import available, pool_of
 from gluefl.clients.cohort import Cohort, Job, Outcome
 from gluefl.clients.rules import LocalRule, LocalSGD, Loss
 from gluefl.clients.trainers.loop import Loop
+from gluefl.populations.inputs import Inputs, applied, at, each
 from gluefl.vectors.layout import Layout, split
 
 
@@ -30,7 +31,7 @@ class Workers:
 
     module: nn.Module
     layout: Layout
-    transform: Callable[[Tensor], Tensor]
+    transform: Callable[[Any], Any]
     loss: Loss
     count: int = field(default_factory=available)
     channels_last: bool = True
@@ -79,9 +80,9 @@ class Workers:
     def _accepts_channels_last(self, job: Job) -> bool:
         # `x.view(len(x), -1)` after a convolution needs the channels first.
         module = copy.deepcopy(self.module).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        inputs = self.transform(job.samples.inputs[job.batches[0]])
+        inputs = self.transform(at(job.samples.inputs, job.batches[0]))
         try:
-            module(inputs.contiguous(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs)
+            applied(module, _channels_last(inputs))
         except RuntimeError:
             return False
         return True
@@ -119,13 +120,14 @@ class Bench:
         movable = None if cohort.frozen is None else [~piece for _, piece in split(layout.weights, cohort.frozen)]
         self._fill(start, cohort.statistics)
         order = job.batches.reshape(-1)
-        inputs, labels = loop.transform(job.samples.inputs[order]), job.samples.labels[order]
-        if self.channels_last and inputs.dim() == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        samples = job.samples[order]
+        inputs, labels = loop.transform(samples.inputs), samples.labels
+        if self.channels_last:
+            inputs = _channels_last(inputs)
         total, batch = torch.zeros(()), job.batches.shape[1]
         for step in range(len(job.batches)):
             rows = slice(step * batch, (step + 1) * batch)
-            loss = loop.loss(loop.module(inputs[rows]), labels[rows])
+            loss = loop.loss(applied(loop.module, at(inputs, rows)), labels[rows])
             gradient = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
             with torch.no_grad():
                 if sgd.weight_decay:
@@ -150,3 +152,8 @@ class Bench:
         torch._foreach_copy_(self.parameters, start)
         for buffer, (_, piece) in zip(self.buffers, split(self.loop.layout.statistics, statistics)):
             buffer.copy_(piece if buffer.is_floating_point() else piece.round())
+
+
+def _channels_last(inputs: Inputs) -> Any:
+    """Images with the channels last in memory; other tensors as they are."""
+    return each(lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x, inputs)

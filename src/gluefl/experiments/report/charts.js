@@ -12,13 +12,14 @@
     seconds: [[3600, "h"], [60, "min"], [1, "s"]],
     share: [[0.01, "%"]],
     count: [[1, ""]],
+    number: [[1, ""]],
   };
   const unitFor = (unit, size) => UNITS[unit].find(([factor]) => size >= factor) || UNITS[unit].at(-1);
   const digits = (value, places) => value.toLocaleString("en", { maximumFractionDigits: places });
   const say = (value, unit) => {
     const [factor, name] = unitFor(unit, Math.abs(value));
     const scaled = value / factor;
-    const places = unit === "share" ? 1 : Math.abs(scaled) >= 100 ? 0 : Math.abs(scaled) >= 10 ? 1 : 2;
+    const places = unit === "number" ? Math.max(0, 3 - Math.floor(Math.log10(Math.abs(scaled) || 1))) : unit === "share" ? 1 : Math.abs(scaled) >= 100 ? 0 : Math.abs(scaled) >= 10 ? 1 : 2;
     return digits(scaled, places) + (name === "%" ? "%" : name ? " " + name : "");
   };
 

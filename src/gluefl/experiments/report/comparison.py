@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gluefl.experiments.runs import Run, find, read_run
+from gluefl.scores import Score
 
 # Runs that differ only in these keys are repetitions of the same experiment.
 INCIDENTAL = ("seed", "rounds", "target", "evaluation.stop_at_target", "checkpoint.every", "training.trainer")
@@ -30,8 +31,13 @@ class Comparison:
         return [run for runs in self.variants.values() for run in runs]
 
     @property
+    def score(self) -> Score:
+        """How the metric that they share is named, written and compared."""
+        return self.runs[0].score if self.variants else Score()
+
+    @property
     def target(self) -> float | None:
-        """The target accuracy that they share."""
+        """The target that they share."""
         return self.runs[0].target if self.variants else None
 
 
@@ -67,7 +73,8 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
 def _conditions(run: Run) -> dict[str, Any]:
     """The settings that two runs must share to be compared."""
     population = {key: value for key, value in run.config.items() if key.split(".")[0] == "population"}
-    return population | {"target": run.target, "metric": run.config.get("evaluation.metric")}
+    held_out = {} if (by := run.config.get("evaluation.held_out")) is None else {"evaluation.held_out": by}
+    return population | {"target": run.target, "metric": run.config.get("evaluation.metric")} | held_out
 
 
 def _reason(run: Run, first: Run) -> str:

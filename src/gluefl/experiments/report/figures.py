@@ -12,7 +12,7 @@ from gluefl.experiments.theory.propositions import sticky_return, uniform_return
 from gluefl.experiments.windows import window
 from gluefl.storage.journal import Line
 
-Unit = Literal["bytes", "seconds", "share", "count"]
+Unit = Literal["bytes", "seconds", "share", "count", "number"]
 Kind = Literal["mean", "seed", "theory"]  # single seeds are drawn as thin lines
 
 
@@ -78,8 +78,8 @@ def _thin(series: Series, points: int) -> Series:
 # --- accuracy ---------------------------------------------------------------------------------------------
 
 
-def accuracy(comparison: Comparison, key: str, title: str, axis: Axis, progress: Callable[[Line], Any]) -> Figure:
-    """Accuracy against the sum of `progress` over the rounds; variants without it in every run are left out."""
+def accuracy(comparison: Comparison, against: str, axis: Axis, progress: Callable[[Line], Any]) -> Figure:
+    """The metric against the sum of `progress` over the rounds; variants without it in every run are left out."""
     series: list[Series] = []
     for label, runs in comparison.variants.items():
         tracks = [_track(run, progress) for run in runs]
@@ -104,7 +104,10 @@ def accuracy(comparison: Comparison, key: str, title: str, axis: Axis, progress:
     ]
     caption = "; ".join(part for part in parts[: 3 if seeds else 2] if part)
     caption = caption[:1].upper() + caption[1:] + "." if caption else ""
-    return Figure(key, title, caption, axis, Axis("accuracy", "share"), tuple(series), "round", comparison.target)
+    score = comparison.score
+    values = Axis(score.name, "share" if score.is_share else "number")
+    title = f"{score.title} against {against}"
+    return Figure(f"accuracy-{against}", title, caption, axis, values, tuple(series), "round", comparison.target)
 
 
 def _track(run: Run, progress: Callable[[Line], Any]) -> dict[int, tuple[float, float]]:
@@ -128,17 +131,17 @@ def _seconds(line: Line) -> float | None:
 def accuracy_by_download(comparison: Comparison) -> Figure:
     """Accuracy against the download of all clients."""
     axis = Axis("downloaded by all clients", "bytes")
-    return accuracy(comparison, "accuracy-download", "Accuracy against download", axis, lambda line: line["down_bytes"])
+    return accuracy(comparison, "download", axis, lambda line: line["down_bytes"])
 
 
 def accuracy_by_time(comparison: Comparison) -> Figure:
     """Accuracy against the simulated time."""
-    return accuracy(comparison, "accuracy-time", "Accuracy against time", Axis("simulated time", "seconds"), _seconds)
+    return accuracy(comparison, "time", Axis("simulated time", "seconds"), _seconds)
 
 
 def accuracy_by_rounds(comparison: Comparison) -> Figure:
     """Accuracy against rounds."""
-    return accuracy(comparison, "accuracy-rounds", "Accuracy against rounds", Axis("round", "count"), lambda line: 1)
+    return accuracy(comparison, "rounds", Axis("round", "count"), lambda line: 1)
 
 
 # --- bytes and seconds ------------------------------------------------------------------------------------

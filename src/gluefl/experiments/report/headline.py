@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gluefl.experiments.console import percent
 from gluefl.experiments.report.comparison import INCIDENTAL, Comparison
 from gluefl.experiments.runs import Run
 from gluefl.experiments.windows import remark, window
+from gluefl.scores import Score
 
 VOLUMES = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
+METRIC = "mean_accuracy"  # the key under which summaries hold the metric
 TIMES = ((3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -25,11 +26,6 @@ class SummaryColumn:
     units: tuple[tuple[int, str], ...] = ()  # none for a share or a count
     has_ratio: bool = False
 
-    @property
-    def is_share(self) -> bool:
-        """Whether it is written in percent."""
-        return self.key in ("mean_accuracy", "mean_download_share")
-
 
 COLUMNS = (
     SummaryColumn("down_bytes", "DV", "download volume", VOLUMES, has_ratio=True),
@@ -37,7 +33,8 @@ COLUMNS = (
     SummaryColumn("download_s", "DT", "download time", TIMES, has_ratio=True),
     SummaryColumn("total_s", "TT", "total time", TIMES, has_ratio=True),
     SummaryColumn("rounds", "Rounds", "until then"),
-    SummaryColumn("mean_accuracy", "Accuracy", "mean over the window"),
+    SummaryColumn(METRIC, "Accuracy", "mean over the window"),
+    SummaryColumn("test_accuracy", "Test", "of the final model, on the test samples"),
     SummaryColumn("mean_download_share", "Share", "of the model downloaded per client and round"),
 )
 
@@ -75,7 +72,7 @@ class Headline:
 
 
 def headlines(comparison: Comparison) -> list[Headline]:
-    """The table at the target; if a run missed it, also one at the highest accuracy that all runs reached."""
+    """The table at the target; if a run missed it, also one at the best value that all runs reached."""
     if not comparison.variants:
         return []
     tables = [headline(comparison, comparison.target)]
@@ -83,18 +80,20 @@ def headlines(comparison: Comparison) -> list[Headline]:
     common = common_accuracy(comparison.runs)
     if all(reached) or common is None or len(comparison.variants) < 2:
         return tables
-    shared = headline(comparison, common, "the highest that all of them reached")
+    best = "highest" if comparison.score.higher_is_better else "lowest"
+    shared = headline(comparison, common, f"the {best} that all of them reached")
     return [*tables, shared] if any(reached) else [shared, *tables]
 
 
 def common_accuracy(runs: Sequence[Run]) -> float | None:
-    """The highest accuracy that every run reached, as the paper chooses its targets; rounded down to 0.1%."""
+    """The best value that every run reached, as the paper chooses its targets; accuracies rounded down to 0.1%."""
     best = [run.best for run in runs if run.best is not None]
     if len(best) < len(runs):
         return None
-    floor = math.floor(min(best) * 1000) / 1000
-    reached = floor > 0 and all(run.until(floor) is not None for run in runs)
-    return floor if reached else None
+    score = runs[0].score
+    common = score.relaxed(score.worst(best) or 0.0)
+    possible = common > 0 or not score.is_share
+    return common if possible and all(run.until(common) is not None for run in runs) else None
 
 
 def headline(comparison: Comparison, target: float | None, why: str = "") -> Headline:
@@ -104,7 +103,7 @@ def headline(comparison: Comparison, target: float | None, why: str = "") -> Hea
     for measure in COLUMNS:
         if any(table.values(label, measure.key) for label in table.runs):
             heading, column = _column(table, measure)
-            columns.append((heading, measure.meaning))
+            columns.append((table.score.title if measure.key == METRIC else heading, measure.meaning))
             cells.append(column)
     rows = tuple(
         Row(label, len(runs), tuple(column[label] for column in cells), table.reached(label))
@@ -127,13 +126,14 @@ class _Summaries:
     target: float | None
     runs: dict[str, list[dict[str, Any]]]
     base: str  # the label that ratios refer to
+    score: Score
 
     @classmethod
     def of(cls, comparison: Comparison, target: float | None) -> "_Summaries":
         runs = {label: [dict(run.at(target)) for run in runs] for label, runs in comparison.variants.items()}
         for summary in (summary for repetitions in runs.values() for summary in repetitions):
             summary["rounds"] = summary["reached_round"] or summary["rounds"]
-        return cls(target, runs, baseline(comparison))
+        return cls(target, runs, baseline(comparison), comparison.score)
 
     @property
     def all(self) -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ class _Summaries:
         return all(summary["reached_round"] is not None for summary in self.runs[label])
 
     def values(self, label: str, key: str) -> list[float]:
-        return [summary[key] for summary in self.runs[label] if summary[key] is not None]
+        return [summary[key] for summary in self.runs[label] if summary.get(key) is not None]
 
     def means(self, key: str) -> dict[str, float]:
         return {label: statistics.fmean(values) for label in self.runs if (values := self.values(label, key))}
@@ -166,7 +166,11 @@ def _column(table: _Summaries, measure: SummaryColumn) -> tuple[str, dict[str, C
         comparable = table.reached(table.base) or not table.any_reached
         if measure.has_ratio and label in means and means.get(table.base) and comparable:
             ratio = f"{at_least}{means[label] / means[table.base]:.2f}×"
-        form = "{:.1%}" if measure.is_share else "{:.0f}" if key == "rounds" else f"{{:.{places}f}}"
+        form = f"{{:.{places}f}}"
+        if key in (METRIC, "test_accuracy"):
+            form = table.score.pattern
+        elif key in ("rounds", "mean_download_share"):
+            form = "{:.0f}" if key == "rounds" else "{:.1%}"
         cells[label] = _cell([value / factor for value in table.values(label, key)], form, at_least, ratio)
     best = {cells[label].text for label in _best(table, measure, means)}  # cells that look the same are equally good
     heading = f"{measure.heading} ({unit})" if unit else measure.heading
@@ -175,7 +179,7 @@ def _column(table: _Summaries, measure: SummaryColumn) -> tuple[str, dict[str, C
 
 def _best(table: _Summaries, measure: SummaryColumn, means: dict[str, float]) -> set[str]:
     """The labels with the best mean. Costs are compared only between runs that reached the same target or round."""
-    if measure.key == "mean_accuracy":
+    if measure.key == METRIC:
         rivals = {} if table.any_reached else means
     elif measure.has_ratio:
         equal_rounds = len({summary["rounds"] for summary in table.all}) == 1
@@ -185,7 +189,7 @@ def _best(table: _Summaries, measure: SummaryColumn, means: dict[str, float]) ->
         rivals = {}
     if len(rivals) < 2:
         return set()
-    best = max(rivals.values()) if measure.key == "mean_accuracy" else min(rivals.values())
+    best = table.score.best(rivals.values()) if measure.key == METRIC else min(rivals.values())
     return {label for label, mean in rivals.items() if mean == best}
 
 
@@ -233,7 +237,7 @@ def _places(means: Iterable[float]) -> int:
 def _title(table: _Summaries, why: str) -> str:
     if table.target is None:
         return "After the last round"
-    aim = f"{percent(table.target)} accuracy"
+    aim = table.score.aim(table.target)
     if not table.any_reached:
         return f"After the last round: no run reached {aim}"
     return f"To {aim}" + (f", {why}" if why else "")
@@ -270,7 +274,7 @@ def _legend(table: _Summaries) -> str:
     notes = [f"Ratios (×) are to {table.base}."] if len(table.runs) > 1 else []
     if any(len(runs) > 1 for runs in table.runs.values()):
         notes.append("± is the standard deviation over seeds.")
-    notes.append(f"Accuracy: {window(table.all)}.")
+    notes.append(f"{table.score.title}: {window(table.all)}.")
     notes.append(remark(table.runs) if table.target is not None else "")
     notes.append("DV counts every byte sent to invited clients, used or not; TV adds the uploads of used clients.")
     if any(summary["total_s"] is not None for summary in table.all):

@@ -14,12 +14,12 @@ from markupsafe import Markup
 
 from gluefl import __version__
 from gluefl.errors import UsageError
-from gluefl.experiments.console import percent
 from gluefl.experiments.report.comparison import Comparison, palette, read
 from gluefl.experiments.report.figures import Figure, Series, figures, thinned
 from gluefl.experiments.report.headline import Headline, differences, headlines
 from gluefl.experiments.runs import Run
 from gluefl.files import write as write_file
+from gluefl.scores import Score
 
 # About 20 bytes a point: the page stays well under 2 MB with any number of runs.
 POINTS, POINTS_A_LINE = 50_000, 400
@@ -37,6 +37,7 @@ class Section:
     labels: list[str]
     differences: list[tuple[str, list[str]]]
     runs: list[Run]
+    score: Score
 
 
 def write(folders: Sequence[Path], out: Path) -> Path:
@@ -95,7 +96,7 @@ def _section(comparison: Comparison) -> Section:
     facts = [
         f"{config['population.clients']:,} clients" if "population.clients" in config else "",
         f"{first.size('cohort')} used per round" if first.size("cohort") else "",
-        f"target {percent(first.target)}" if first.target else "no target",
+        "no target" if first.target is None else f"target {comparison.score.short(first.target)}",
         f"network {', '.join(networks)}" if any(name != "instant" for name in networks) else "",
         f"seed{'s' if len(seeds) > 1 else ''} {_ranges(seeds)}" if seeds else "",
     ]
@@ -108,6 +109,7 @@ def _section(comparison: Comparison) -> Section:
         labels=list(comparison.variants),
         differences=differences(comparison),
         runs=[*comparison.runs, *comparison.unread],
+        score=comparison.score,
     )
 
 

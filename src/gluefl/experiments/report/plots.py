@@ -18,6 +18,7 @@ UNITS: dict[str, tuple[tuple[float, str], ...]] = {
     "seconds": ((3600, "h"), (60, "min"), (1, "s")),
     "share": ((0.01, "%"),),
     "count": ((1, ""),),
+    "number": ((1, ""),),
 }
 STYLE = {
     "axes.spines.top": False,

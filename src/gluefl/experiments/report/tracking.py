@@ -13,6 +13,7 @@ SCALARS = {
     "accuracy": "accuracy",
     "loss/train": "loss",
     "loss/test": "test_loss",
+    "loss/validation": "validation_loss",
     "bytes/down": "down_bytes",
     "bytes/up": "up_bytes",
     "seconds/round": "round_s",

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from gluefl.experiments.console import percent
 from gluefl.experiments.runs import Run
 from gluefl.experiments.studies.catalogue import Study
 from gluefl.experiments.studies.intervals import Estimate, estimate
 from gluefl.experiments.studies.measures import MEASURES, Form, common_target
 from gluefl.experiments.windows import remark, window
 from gluefl.fleet import Fleet
+from gluefl.scores import Score
 
 AT_TARGET = {"rounds", "download", "total", "download_time", "total_time"}  # measures up to the target
 SKIPPED = ((1, 1), (2, 2), (3, 5), (6, 10), (11, 20), (21, 50), (51, None))  # rounds since the last download
@@ -77,12 +77,12 @@ def _targets(study: Study, runs: Sequence[Run]) -> list[float | None]:
 
 def main_table(study: Study, runs: Sequence[Run], target: float | None) -> Grid:
     """A row per variant, means over the seeds. Ratios are taken per seed: runs of one seed share start and data."""
-    by_label = _by_label(runs)
+    by_label, score = _by_label(runs), runs[0].score if runs else Score()
     base = {run.seed: run for run in by_label.get(study.baseline or "", [])}
     columns, rows = list[Column](), {label: dict[str, Estimate | None]() for label in by_label}
     for name in study.measures:
         measure = MEASURES[name]
-        columns.append(Column(name, measure.heading, measure.form))
+        columns.append(_column(name, score))
         for label, repetitions in by_label.items():
             rows[label][name] = estimate([measure.of(run, target) for run in repetitions])
         if name in study.ratios and base:
@@ -93,10 +93,10 @@ def main_table(study: Study, runs: Sequence[Run], target: float | None) -> Grid:
                 ]
                 rows[label][f"{name}_ratio"] = estimate(ratios)
     at_target = AT_TARGET & set(study.measures)
-    title = f"At {percent(target)} accuracy" if at_target and target is not None else "Over all rounds"
+    title = f"At {score.aim(target)}" if at_target and target is not None else "Over all rounds"
     notes = _notes(runs, target if at_target else None)
     at = {label: [run.at(target) for run in repetitions] for label, repetitions in by_label.items()}
-    about = (f"Accuracy: {window([summary for summaries in at.values() for summary in summaries])}.",)
+    about = (f"{score.title}: {window([summary for summaries in at.values() for summary in summaries])}.",)
     depends = remark(at) if at_target and target is not None else ""
     return Grid(title, "run", tuple(columns), rows, (*about, *((depends,) if depends else ()), *notes))
 
@@ -159,6 +159,18 @@ def _ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else value / base
 
 
+def _best(run: Run) -> str:
+    return run.score.text(0.0 if run.best is None else run.best)
+
+
+def _column(name: str, score: Score) -> Column:
+    """A measure; those of the metric bear its name."""
+    measure = MEASURES[name]
+    if name not in ("accuracy", "best"):
+        return Column(name, measure.heading, measure.form)
+    return Column(name, measure.heading.replace("accuracy", score.name), "percent" if score.is_share else "number")
+
+
 def _exact(value: Any) -> Estimate:
     return Estimate(float(value), None, (float(value),))
 
@@ -167,6 +179,6 @@ def _notes(runs: Sequence[Run], target: float | None) -> tuple[str, ...]:
     notes = [f"{run.label}, seed {run.seed}, diverged after round {len(run.lines)}." for run in runs if run.failure]
     if target is not None:
         missed = [run for run in runs if not run.failure and run.until(target) is None]
-        aim = percent(target)
-        notes += [f"{run.label}, seed {run.seed}, did not reach {aim} (best {run.best or 0:.1%})." for run in missed]
+        aim = runs[0].score.short(target)
+        notes += [f"{run.label}, seed {run.seed}, did not reach {aim} (best {_best(run)})." for run in missed]
     return tuple(notes)

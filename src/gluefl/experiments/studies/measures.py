@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gluefl.config import validated
 from gluefl.experiments.runs import Run, nested
+from gluefl.scores import Score
 from gluefl.storage.journal import Line, mean_accuracy
 
 Form = Literal["count", "number", "percent", "volume", "duration", "seconds", "speed"]
@@ -26,10 +27,16 @@ class Measure:
 
 
 def common_target(runs: Sequence[Run]) -> float | None:
-    """The highest accuracy, in whole percent, that all runs reach, as the paper chooses its targets.
+    """The highest accuracy, in whole percent, that all runs reach, as the paper chooses its targets; of another
+    metric the best value that all runs reach.
 
-    Runs that diverged or stay far below the best do not count.
+    Runs that diverged or, for an accuracy, stay far below the best do not count.
     """
+    score = runs[0].score if runs else Score()
+    if not (score.is_share and score.higher_is_better):
+        values = [run.best for run in runs if run.failure is None]
+        worst = score.worst(value for value in values if value is not None)
+        return None if worst is None or None in values else score.relaxed(worst)
     best = [run.best or 0.0 for run in runs if run.failure is None]
     reached = [accuracy for accuracy in best if accuracy >= FAR_BELOW * max(best, default=0.0)]
     target = math.floor(100 * min(reached, default=0.0) + 1e-9) / 100
