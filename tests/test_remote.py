@@ -21,13 +21,18 @@ from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.optimisers import Scaffold
 from gluefl.clients.remote.block import Block, room_for
+from gluefl.clients.remote.cluster import connected
 from gluefl.clients.remote.engine import MOST_DEATHS, RemoteEngine
 from gluefl.clients.remote.messages import Broadcast, Done, Ended, Failed, Kept, Kit, Ready, Reply, Slice
 from gluefl.clients.remote.processes import packed
 from gluefl.clients.remote.worker import Worker
 from gluefl.clients.trainers.choice import choose
 from gluefl.clients.trainers.loop import Loop
+from gluefl.config import variants
 from gluefl.errors import Diverged, GlueFLError, UsageError
+from gluefl.experiments.cluster import ClusterRuns
+from gluefl.experiments.grid import expand
+from gluefl.experiments.runner import ThisProcess, execute
 from gluefl.simulation.settings import Options
 from gluefl.strategies.fedavg import FedAvg
 from gluefl.vectors.layout import Layout
@@ -97,9 +102,29 @@ def test_processes_are_equal_to_the_local_engine_when_a_worker_is_killed(tmp_pat
     check_killed(*killed(tmp_path, "processes"))
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    """One Ray for the tests of this file."""
+    with connected(None, 2) as ray:
+        yield ray
+
+
 @needs_ray
-def test_ray_is_equal_to_the_local_engine_when_a_worker_is_killed(tmp_path) -> None:
+def test_ray_is_equal_to_the_local_engine_when_a_worker_is_killed(cluster, tmp_path) -> None:
     check_killed(*killed(tmp_path, "ray"))
+
+
+@needs_ray
+def test_runs_on_a_cluster_are_those_of_this_process(cluster, tmp_path) -> None:
+    raw = {"rounds": 2, "population": {"clients": 12}, "model": {"name": "mlp"}, "sampling": {"cohort": 2},
+           "compare": {"strategies": ["fedavg", "lean"]}}  # fmt: skip
+    for name, executor in (("here", ThisProcess()), ("there", ClusterRuns(jobs=2))):
+        execute(expand(variants(raw), [1], tmp_path / name), executor)
+    for run in ("fedavg-1", "lean-1"):
+        here, there = (tmp_path / name / run for name in ("here", "there"))
+        assert (here / "model.safetensors").read_bytes() == (there / "model.safetensors").read_bytes()
+        assert (here / "config.toml").read_bytes() == (there / "config.toml").read_bytes()
+    assert not list((tmp_path / "there").glob(".gluefl*"))  # the file that nodes looked for
 
 
 def test_a_run_of_processes_goes_on_here(tmp_path) -> None:
