@@ -330,3 +330,10 @@ def test_a_missing_ray_names_the_line_that_installs_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"pip install 'gluefl\[ray\]'"):
         small_run(rounds=1, options=options(engine="ray"))
+
+
+@needs_ray
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_an_address_where_nobody_listens_is_named(address) -> None:
+    with pytest.raises(UsageError, match=f"no Ray cluster could be reached at '{address}'"), connected(address):
+        pass

@@ -6,6 +6,7 @@ trust that a cluster has in its members.
 
 import os
 import pickle
+import socket
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from gluefl.clients.remote.messages import Broadcast, Ended, Event, Failed, Kit,
 from gluefl.errors import GlueFLError, MissingExtra, UsageError
 
 PATIENCE_S = 600  # without any event
+KNOCK_S = 5  # for a connection to a cluster
 STORE_BYTES = 2**30  # of a local cluster's object store, at most a third of the memory that is free
 
 
@@ -45,6 +47,7 @@ def connected(address: str | None, cores: int | None = None) -> Iterator[Any]:
             if address is None:
                 ray.init(address="local", num_cpus=cores, object_store_memory=_store_bytes(), **quiet)
             else:
+                _knock(address)
                 ray.init(address=address, logging_level="error", log_to_driver=False)
     except Exception as error:
         reason = str(error).partition("\n")[0].rstrip(".")
@@ -58,6 +61,13 @@ def connected(address: str | None, cores: int | None = None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raise an error at once where nobody listens: Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
 
 
 def resources_of(ray: Any, gpu: bool, workers: int | None) -> tuple[int, dict[str, float]]:
