@@ -100,3 +100,17 @@ def test_marks_are_seen_by_the_profiler() -> None:
         play(watched(sim, Marks()), state)
     names = {event.name for event in seen.events() if event.name.startswith("gluefl: ")}
     assert {"gluefl: training", "gluefl: packages", "gluefl: compression"} <= names
+
+
+def test_rounds_of_two_populations_are_measured_in_turns(all_cores) -> None:
+    options = ["--clients", "1000,100000000", "--known", "500", "--rounds", "15", "--cohort", "5"]
+    done = CliRunner().invoke(main, ["bench", "scale", *options, "--json"], catch_exceptions=False)
+    small, large = json.loads(done.stdout)["populations"]
+    assert (small["clients"], large["clients"]) == (1000, 10**8) and 300 < small["known_clients"] <= 500
+    assert large["ratio_to_previous"] == large["round_s"] / small["round_s"] and large["checkpoint_s"] > 0
+
+
+@pytest.mark.parametrize("sizes", ["1000;2000", "", "10", "100000000000"])
+def test_populations_that_cannot_be_measured_are_refused(sizes) -> None:
+    done = CliRunner().invoke(main, ["bench", "scale", "--clients", sizes])
+    assert done.exit_code == 2 and "--clients" in done.output

@@ -95,6 +95,7 @@ FILES = (
     "checkpoint/state-6.json",
     "checkpoint/state-6.safetensors",
     "checkpoint/residuals.bin",
+    "checkpoint/clients-0.bin",
     "journal.jsonl",
     "config.toml",
 )

@@ -17,6 +17,7 @@ from gluefl.core.guard import Guard
 from gluefl.core.ledger import Ledger
 from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.recurrence import Recurrence
+from gluefl.core.register import MOST_CLIENTS
 from gluefl.core.sampling import Group, Pool, Sampler
 from gluefl.errors import UsageError
 from gluefl.randomness import stream
@@ -116,6 +117,8 @@ class State:
 
 def start(core: Core, pool: Pool) -> State:
     """The state before round 1."""
+    if pool.size > MOST_CLIENTS:
+        raise UsageError(f"a population of {pool.size} clients is too large: at most {MOST_CLIENTS} are supported.")
     device = core.space.device
     strategy, version_0 = core.first
     weights, statistics = core.parts(version_0, core.statistics.to(device))
@@ -182,7 +185,7 @@ def header(core: Core, state: State, client: int, weight: float, hash: bytes) ->
         version=state.ledger.version,
         hash=hash,
         weight=weight,
-        accepted=client not in state.ledger.unused,
+        accepted=state.ledger.was_used(client),
     )
 
 

@@ -16,6 +16,7 @@ from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.experiments.runs import find
 from gluefl.simulation.folder import CHECKPOINT, CHECKSUMS, CONFIG, JOURNAL, SUMMARY, same_configuration
 from gluefl.storage import checkpoint
+from gluefl.storage.client_log import check_clients
 from gluefl.storage.journal import Journal
 from gluefl.storage.journal import read as read_journal
 from gluefl.storage.sealed import unseal
@@ -145,6 +146,9 @@ def _checkpoints(run: Path) -> Iterator[Check]:
         yield _checked(
             run, f"{name}.safetensors", "size, checksum", partial(checkpoint.check_tensors, folder, manifest)
         )
+        clients = manifest["clients"]
+        what = f"{clients['bytes']} bytes of round {round}, checksum"
+        yield _checked(run, f"{CHECKPOINT}/{clients['name']}", what, partial(check_clients, folder, clients))
         for store, saved in manifest["stores"].items():
             place = folder / STORES.get(store, store)
             file = (place / RECORDS).relative_to(run).as_posix()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from gluefl.core.guard import EVALUATED, Guard, GuardState, claim_of_examples, judged, watched
 from gluefl.core.ledger import Ledger
 from gluefl.core.protection import claim, returned
+from gluefl.core.register import Register
 from gluefl.core.sampling import nominal_weights
 from gluefl.core.server import Aggregate, Core, State
 from gluefl.errors import Damaged
@@ -111,7 +112,7 @@ def _read(folder: Path, round: int, fresh: State) -> State | None:
         checkpoint.check_tensors(folder, manifest)
     except Damaged:
         return None
-    state = put_state_together(manifest, load_file(folder / manifest["tensors"]["name"]), fresh)
+    state = put_state_together(manifest, load_file(folder / manifest["tensors"]["name"]), Register(), fresh)
     return replace(state, ledger=Ledger.init(0))
 
 

@@ -28,6 +28,7 @@ from gluefl.flower.replies import Received
 from gluefl.flower.run_folder import CHECKPOINT, JOURNAL, Saved, settings_of
 from gluefl.randomness import stream
 from gluefl.storage import checkpoint
+from gluefl.storage.client_log import ClientLog
 from gluefl.storage.journal import Journal, Line
 from gluefl.strategies import Upload
 from gluefl.vectors.sparse import Sparse, whole
@@ -61,6 +62,7 @@ class Session:
     hashes: dict[int, bytes] = field(default_factory=dict)  # of every version
     checkpoints_kept: int = checkpoint.KEPT  # in the folder
     protection: Protection = field(default_factory=lambda: Protection(None))
+    log: ClientLog = field(default_factory=ClientLog)
     version_0: Array | None = None  # as a message, where packages refer to it: for nodes that do not know it
 
     @property
@@ -130,14 +132,13 @@ class Session:
 
     def note_holders(self, holds: Mapping[int, int | None]) -> None:
         """Enter into the ledger which version nodes have proved to hold; None for a node that must start anew."""
-        held = dict(self.state.ledger.held)
+        ledger = self.state.ledger
+        proved: dict[int, int | None] = {}
         for client, version in holds.items():
-            if version is None:
-                held.pop(client, None)
-            else:
-                # A late answer may name an older version than an answer that was received before it.
-                held[client] = max(version, held.get(client, version))
-        self.state = replace(self.state, ledger=replace(self.state.ledger, held=held))
+            # A late answer may name an older version than an answer that was received before it.
+            before = ledger.held_by(client)
+            proved[client] = version if version is None or before is None else max(version, before)
+        self.state = replace(self.state, ledger=ledger.holding(proved))
 
     def publish_version(self) -> bytes:
         """The hash of the newest version; a simulation also writes the version where its nodes find it."""
@@ -158,7 +159,7 @@ class Session:
             guard = None if self.core.guard is None else self.protection.state.to_json()
             saved = Saved(self.core.run, self.settings, self.nodes.places, self.accepted, self.hashes[0], guard)
             keep = self.protection.kept(self.state.round, self.checkpoints_kept)
-            checkpoint.save(self.folder / CHECKPOINT, self.state, notes=saved.notes(), keep=keep)
+            checkpoint.save(self.folder / CHECKPOINT, self.state, notes=saved.notes(), keep=keep, log=self.log)
 
 
 def open_session(

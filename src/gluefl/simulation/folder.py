@@ -20,6 +20,7 @@ from gluefl.populations.held_out import HeldOut
 from gluefl.simulation.fingerprint import Fingerprint, check_same
 from gluefl.simulation.settings import Options, Setting
 from gluefl.storage import checkpoint, toml
+from gluefl.storage.client_log import ClientLog
 from gluefl.storage.journal import ACCURACY, Journal
 from gluefl.storage.sealed import seal
 from gluefl.strategies import Strategy
@@ -40,6 +41,7 @@ class RunFolder:
     identity: Fingerprint
     stores: Mapping[str, checkpoint.Store] = field(default_factory=dict)
     keep: int = checkpoint.KEPT  # checkpoints
+    log: ClientLog = field(default_factory=ClientLog)
 
     @contextmanager
     def locked(self, resume: bool, fresh: State) -> Iterator[None]:
@@ -74,7 +76,7 @@ class RunFolder:
     def save(self, state: State) -> None:
         """Write a checkpoint."""
         notes = {"config": self.description, "fingerprint": self.identity.as_json()}
-        checkpoint.save(self.path / CHECKPOINT, state, self.stores, notes, self.keep)
+        checkpoint.save(self.path / CHECKPOINT, state, self.stores, notes, self.keep, self.log)
 
     def finish(self, model: dict[str, Tensor], summary: Mapping[str, Any]) -> None:
         """Write what a run leaves at its end. The summary comes last: it says that the run is done."""
@@ -106,7 +108,8 @@ class RunFolder:
             self._check_configuration(config.read_text("utf-8", "replace"))
         traces = [JOURNAL] if (self.path / JOURNAL).exists() and (self.path / JOURNAL).stat().st_size else []
         traces += [name for name in (SUMMARY, MODEL, CHECKSUMS) if (self.path / name).exists()]
-        traces += [f"{CHECKPOINT}/{path.name}" for path in sorted((self.path / CHECKPOINT).glob("*.bin"))]
+        stored = sorted((self.path / CHECKPOINT).glob("*.bin"))  # empty before the first round
+        traces += [f"{CHECKPOINT}/{path.name}" for path in stored if path.stat().st_size]
         if traces:
             raise Damaged(
                 f"{self.path} holds {', '.join(traces)} of a run, but no checkpoint: it was lost or removed, as a "

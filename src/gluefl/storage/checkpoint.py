@@ -1,8 +1,9 @@
 """A run on disk, so that it can go on: safetensors and JSON, nothing is pickled.
 
-A checkpoint is a manifest, `state-ROUND.json`, and the tensor file that it names with its checksum; the manifest has a
-checksum of its own and is written last. The last few checkpoints are kept: whatever moment a run is killed at, and
-whichever file is damaged, one of them is whole, or the run says that none is.
+A checkpoint is a manifest, `state-ROUND.json`, and the files that it names with their checksums: tensors, and what the
+server knows of every client. The manifest has a checksum of its own and is written last. The last few checkpoints are
+kept: whatever moment a run is killed at, and whichever file is damaged, one of them is whole, or the run says that
+none is.
 """
 
 import contextlib
@@ -21,10 +22,12 @@ from torch import Tensor
 from gluefl import files
 from gluefl.core.server import State
 from gluefl.errors import Damaged, GlueFLError, UsageError
+from gluefl.storage.client_log import ClientLog, check_clients, discard, read_clients
 from gluefl.storage.sealed import seal, unseal
 from gluefl.storage.states import put_state_together, take_state_apart
 
-VERSION = 4  # 3 had no checksums, 2 held no average and no recurrence, 1 a flat strategy state and a velocity
+# 4 held all clients in the manifest, 3 had no checksums, 2 no average and no recurrence, 1 a flat strategy state.
+VERSION = 5
 KEPT = 2  # checkpoints
 OLD = "state.json"  # the manifest of formats 1 to 3
 NOTHING: Mapping[str, "Store"] = {}
@@ -85,8 +88,12 @@ def save(
     stores: Mapping[str, Store] = NOTHING,
     notes: Mapping[str, Any] = NO_NOTES,
     keep: int = KEPT,
+    log: ClientLog | None = None,
 ) -> None:
-    """Write a checkpoint beside the last ones and delete the oldest; notes are what else JSON can hold."""
+    """Write a checkpoint beside the last ones and delete the oldest; notes are what else JSON can hold.
+
+    With the same log at every call, only the clients that changed since the last one are written.
+    """
     files.make_folder(folder)
     fields, tensors = take_state_apart(state)
     data = to_bytes({key: tensor.cpu().clone() for key, tensor in tensors.items()})
@@ -96,6 +103,7 @@ def save(
         "version": VERSION,
         "round": state.round,
         "tensors": {"name": name, "bytes": len(data), "digest": files.digest(data)},
+        "clients": (log or ClientLog()).append(folder, state.ledger.clients, state.round),
         **fields,
         "stores": {name: store.checkpoint() for name, store in stores.items()},
         "notes": notes,
@@ -160,7 +168,7 @@ def load(found: Found, fresh: State, stores: Mapping[str, Store] = NOTHING) -> S
                     f"{folder}: the checkpoint has {tensors[name].numel()} {name}, the model of this configuration "
                     f"has {getattr(fresh, name).numel()}. Resume with the configuration the run was started with."
                 )
-        state = put_state_together(manifest, tensors, fresh)
+        state = put_state_together(manifest, tensors, read_clients(folder, manifest["clients"]), fresh)
     except MISREAD as error:
         raise Damaged(
             f"the checkpoint of round {found.round} in {folder} is damaged ({type(error).__name__}: {error}), or it is "
@@ -177,6 +185,7 @@ def _checked(folder: Path, round: int, stores: Mapping[str, Store]) -> Manifest:
     manifest = read_manifest(folder, round)
     try:
         check_tensors(folder, manifest)
+        check_clients(folder, manifest["clients"])
         for name, store in stores.items():
             store.check(manifest["stores"][name])
     except MISREAD as error:
@@ -243,10 +252,12 @@ def _readable(folder: Path, rounds: Iterable[int]) -> list[Manifest]:
 
 
 def _discard(folder: Path, rounds: Iterable[int]) -> None:
-    """Delete checkpoints, and tensor files without a manifest."""
+    """Delete checkpoints, and files that none of the others needs."""
     for round in rounds:
         _manifest_path(folder, round).unlink()
-    names = {f"state-{round}.safetensors" for round in rounds_in(folder)}
+    left = rounds_in(folder)
+    discard(folder, left)
+    names = {f"state-{round}.safetensors" for round in left}
     for path in folder.glob("state-*"):
         if path.suffix == files.TEMPORARY or (path.suffix == ".safetensors" and path.name not in names):
             path.unlink()

@@ -5,12 +5,14 @@ from typing import Any
 from torch import Tensor
 
 from gluefl.core.ledger import Ledger
+from gluefl.core.register import Register
 from gluefl.core.server import State
 from gluefl.storage.tree import put_together, take_apart
 
 
 def take_state_apart(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What JSON can hold, and the tensors by name; refuses a state that a checkpoint cannot hold."""
+    """What JSON can hold, and the tensors by name, without the clients of the ledger, which have a file of their own;
+    refuses a state that a checkpoint cannot hold."""
     trees = {
         "strategy": state.strategy,
         "optimizer": state.optimizer,
@@ -21,11 +23,7 @@ def take_state_apart(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "clock_s": state.clock_s,
         "up_bytes": state.up_bytes,
         "sampler": list(state.sampler),
-        "ledger": {
-            "version": state.ledger.version,
-            "held": {str(client): version for client, version in state.ledger.held.items()},
-            "unused": sorted(state.ledger.unused),
-        },
+        "ledger_version": state.ledger.version,
     }
     tensors = {"weights": state.weights, "statistics": state.statistics, "changed_at": state.ledger.changed_at}
     for name, tree in trees.items():
@@ -34,9 +32,9 @@ def take_state_apart(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return fields, tensors
 
 
-def put_state_together(saved: dict[str, Any], tensors: dict[str, Tensor], fresh: State) -> State:
+def put_state_together(saved: dict[str, Any], tensors: dict[str, Tensor], clients: Register, fresh: State) -> State:
     """The state of a manifest's fields; `fresh` is the state of the same run before round 1."""
-    ledger, changed_at = saved["ledger"], tensors["changed_at"]
+    changed_at = tensors["changed_at"]
     if (changed_at.shape, changed_at.dtype) != (fresh.ledger.changed_at.shape, fresh.ledger.changed_at.dtype):
         raise ValueError(f"changed_at is {changed_at.dtype} {tuple(changed_at.shape)}")
     return State(
@@ -46,9 +44,8 @@ def put_state_together(saved: dict[str, Any], tensors: dict[str, Tensor], fresh:
         statistics=tensors["statistics"],
         ledger=Ledger(
             changed_at,
-            _count(ledger["version"]),
-            {int(client): _count(version) for client, version in ledger["held"].items()},
-            frozenset(map(_count, ledger["unused"])),
+            _count(saved["ledger_version"]),
+            clients,
             fresh.ledger.initial_known,
             put_together(saved["recurrence"], tensors, fresh.ledger.recurrence),
         ),

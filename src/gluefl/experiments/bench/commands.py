@@ -127,6 +127,34 @@ def bench_fleet(rounds: int, as_json: bool) -> None:
     _show(measure(rounds), as_json)
 
 
+def sizes_of(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """Sizes of populations with commas between them; refuses those that are too small for a cohort or too large."""
+    try:
+        sizes = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} must be whole numbers with commas between them.") from None
+    if not all(1000 <= size <= 10**10 for size in sizes):
+        raise click.BadParameter(f"{value!r}: populations have from 1000 to {10**10} clients.")
+    return sizes
+
+
+@bench.command("scale")
+@click.option("--clients", callback=sizes_of, default="1000,1000000,100000000", show_default=True, help="Populations.")
+@click.option("--rounds", type=click.IntRange(15, 10**6), default=40, show_default=True)
+@click.option(
+    "--known", type=MANY, default=300_000, show_default=True, help="Clients that were invited before, at most N/2."
+)
+@click.option("--cohort", type=click.IntRange(5, 100), default=30, show_default=True, help="K, clients of a round.")
+@click.option("--strategy", type=click.Choice(STRATEGIES), default="gluefl", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+def bench_scale(clients: tuple[int, ...], rounds: int, known: int, cohort: int, strategy: str, as_json: bool) -> None:
+    """A round without training for small and large populations, and what a client ever invited takes."""
+    from gluefl.experiments.bench.round import Work
+    from gluefl.experiments.bench.scale import measure
+
+    _show(measure(clients, Work(strategy=strategy, cohort=cohort), rounds, known), as_json)
+
+
 def _show(results: dict[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(results))
