@@ -17,6 +17,8 @@ from gluefl.errors import GlueFLError
 from gluefl.experiments.bench.commands import bench
 from gluefl.experiments.theory.commands import plan
 
+ENGINES = ("local", "processes", "ray")
+WHERE = "Where clients train: in this process, in one process per GPU or core, or on a Ray cluster."
 LARGE = "training.batch, evaluation.batch, sampling.cohort, population.clients or the model's size"
 
 
@@ -79,6 +81,9 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--skip-broken", is_flag=True, help="Leave out broken samples and count them."),
         click.option("--trainer", help="auto, loop, workers, dense or stacked."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output."),
+        click.option("--ray-address", help="A Ray cluster: auto, or HOST:6379. By default one is started here."),
+        click.option("--workers", type=click.IntRange(1), help="Of processes or ray; by default one per GPU or core."),
+        click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True, help=WHERE),
         click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, …"),
         click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a configuration key."),
         click.option("--out", type=click.Path(path_type=Path), help="Folder for the results."),
@@ -182,6 +187,9 @@ def study(
     out: Path | None,
     sets: tuple[str, ...],
     device: str,
+    engine: str,
+    workers: int | None,
+    ray_address: str | None,
     as_json: bool,
 ) -> None:
     """Repeat a table or figure of the paper; without a NAME, list them."""
@@ -193,13 +201,13 @@ def study(
         return
     chosen = catalogue.load(name)
     from gluefl.experiments import commands
-    from gluefl.experiments.processes import WorkerProcesses
     from gluefl.experiments.studies.conduct import conduct
 
     labels, numbers = tuple(only.split(",")) if only else (), tuple(commands.parse_seeds(seed, seeds))
     choice = catalogue.Choice(scale, population, model, rounds, sets, labels, numbers)
     out = out or commands.default_out(name, resume)
-    outcome = conduct(chosen, choice, out, WorkerProcesses(device, jobs), resume, reuse, at)
+    executor = commands.study_executor(commands.Place(device, engine, workers, ray_address), jobs)
+    outcome = conduct(chosen, choice, out, executor, resume, reuse, at)
     commands.show_study(outcome, out, as_json, markdown)
 
 

@@ -47,6 +47,12 @@ def message_bytes(encoding: Encoding) -> int:
     return (AROUND_BYTES if encoding.positions is not None else compact.HEADER_BYTES) + encoding.body_bytes
 
 
+def arrived(data: bytes, body: Body) -> Encoding:
+    """The encoding of a message that was read: its length and its support, as those of a body that is measured."""
+    body_bytes = len(data) - compact.HEADER_BYTES
+    return Encoding(None, None, body.update.support, lambda: body_bytes)
+
+
 def expected_bytes(body: Body) -> int:
     """About the length of the message, before its positions are encoded: their entropy is nearly reached."""
     if isinstance(body.codec, BodyCodec):
