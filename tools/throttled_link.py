@@ -62,7 +62,11 @@ class Link:
         """Listen on a port of this machine."""
 
         async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            from_superlink, to_superlink = await asyncio.open_connection("127.0.0.1", superlink_port, limit=PIECE)
+            try:
+                from_superlink, to_superlink = await asyncio.open_connection("127.0.0.1", superlink_port, limit=PIECE)
+            except OSError:  # the SuperLink has ended: so does the node's connection
+                writer.close()
+                return
             await asyncio.gather(self.up.carry(reader, to_superlink), self.down.carry(from_superlink, writer))
 
         await asyncio.start_server(connect, "127.0.0.1", port, limit=PIECE)
@@ -86,7 +90,22 @@ def measured(federation: Loopback, links: Sequence[Link], name: str, rounds: int
     row = play(federation, name, rounds)
     row["seconds"] = time.monotonic() - began
     row["link_down_mb"], row["link_up_mb"] = ((now - then) / 1e6 for now, then in zip(carried(), before))
+    print(
+        f"{name:24} {row['seconds']:8.0f} {row['seconds'] / rounds:8.1f} {row['link_down_mb']:9.2f} "
+        f"{row['link_up_mb']:9.2f} {row['accuracy']:9.3f}",
+        flush=True,
+    )
     return row
+
+
+def show_header(options: argparse.Namespace) -> None:
+    """The head of the table, whose rows appear as runs end."""
+    rates = " and ".join(
+        f"{rate:g} Mbit/s {way}" if rate else f"no limit {way}"
+        for rate, way in ((options.down, "down"), (options.up, "up"))
+    )
+    print(f"{options.rounds} rounds, {options.nodes} nodes, each behind a link of {rates}:")
+    print(f"{'':24} {'seconds':>8} {'a round':>8} {'MB down':>9} {'MB up':>9} {'accuracy':>9}", flush=True)
 
 
 def main() -> None:
@@ -108,20 +127,10 @@ def main() -> None:
         open_links(links, first_port, int(federation.environment["PORT"]))
         federation.environment["LINK"] = str(first_port)
         federation.start_nodes()
+        show_header(options)
         rows = {name: measured(federation, links, name, options.rounds) for name in options.runs}
     finally:
         federation.stop()
-    rates = " and ".join(
-        f"{rate:g} Mbit/s {way}" if rate else f"no limit {way}"
-        for rate, way in ((options.down, "down"), (options.up, "up"))
-    )
-    print(f"{options.rounds} rounds, {options.nodes} nodes, each behind a link of {rates}:")
-    print(f"{'':24} {'seconds':>8} {'a round':>8} {'MB down':>9} {'MB up':>9} {'accuracy':>9}")
-    for name, row in rows.items():
-        print(
-            f"{name:24} {row['seconds']:8.0f} {row['seconds'] / options.rounds:8.1f} {row['link_down_mb']:9.2f} "
-            f"{row['link_up_mb']:9.2f} {row['accuracy']:9.3f}"
-        )
     print(json.dumps({"rounds": options.rounds, "down": options.down, "up": options.up, "rows": rows}))
 
 

@@ -88,6 +88,11 @@ def read(name: str, subject: Subject, mutant: Any) -> str:
     return "decoded" if is_sound else f"wrong: {name} is not sound: {shown(mutant)}"
 
 
+def is_wrong(outcome: str) -> bool:
+    """Whether it is neither decoded nor refused."""
+    return outcome.startswith("wrong")
+
+
 def shown(mutant: Any) -> str:
     """A mutant for people."""
     return mutant.hex()[:400] if isinstance(mutant, bytes) else repr(mutant)[:400]
@@ -160,8 +165,8 @@ def run(messages: int, seed: int, processes: int = 2) -> dict[str, Any]:
                 for name in extremes:
                     extremes[name] = max(extremes[name], counts.pop(name))
                 totals.update(counts)
-                said.at(totals["messages"], str(extremes))
-    wrong = [outcome for outcome in totals if outcome.startswith("wrong")]
+                said.at(totals["messages"], f"{sum(map(is_wrong, totals))} wrong, {extremes}")
+    wrong = [outcome for outcome in totals if is_wrong(outcome)]
     if extremes["peak_bytes"] > BUDGET_BYTES:
         wrong.append(f"{extremes['peak_bytes']} bytes above the model's own, {BUDGET_BYTES} are allowed")
     formats = {name.removeprefix("format "): count for name, count in totals.items() if name.startswith("format ")}
