@@ -103,11 +103,23 @@ def train(
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
-        left_out = {} if options.save_frozen else frozen_parameters(module)
-        named = sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
-        if folder is not None:
-            folder.finish(named, summary, {FROZEN: str(frozen_digest(module))} if left_out else None)
+        _end(sim, state, module, folder, summary, options.save_frozen)
     return Result(module.cpu().eval(), journal, summary, population, evaluation.metric)
+
+
+def _end(
+    sim: Simulation,
+    state: State,
+    module: nn.Module,
+    folder: RunFolder | None,
+    summary: dict[str, Any],
+    save_frozen: bool,
+) -> None:
+    """Fill the module with the result, and write it if the run has a folder."""
+    left_out = {} if save_frozen else frozen_parameters(module)
+    named = sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
+    if folder is not None:
+        folder.finish(named, summary, {FROZEN: str(frozen_digest(module))} if left_out else None)
 
 
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
