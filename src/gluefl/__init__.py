@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Names are imported when they are first used: torch alone takes seconds, and `gluefl --help` should not.
 _HOMES = {
@@ -37,6 +37,12 @@ _HOMES = {
     "Samples": "gluefl.populations",
     "HeldOut": "gluefl.populations.held_out",
     "Result": "gluefl.simulation.result",
+    "EarlyStopping": "gluefl.watching.stopping",
+    "TimeLimit": "gluefl.watching.stopping",
+    "BestModel": "gluefl.watching.best",
+    "TensorBoard": "gluefl.watching.tensorboard",
+    "MLflow": "gluefl.watching.mlflow",
+    "WandB": "gluefl.watching.wandb",
     "compare": "gluefl.experiments.comparing",
     "load": "gluefl.simulation.loading",
     "train": "gluefl.simulation.run",
@@ -50,7 +56,9 @@ __all__ = [
     "Adam",
     "Arrivals",
     "Averaging",
+    "BestModel",
     "Clipped",
+    "EarlyStopping",
     "Evaluation",
     "Falling",
     "FedAvg",
@@ -61,6 +69,7 @@ __all__ = [
     "Lean",
     "LocalAdam",
     "LocalSGD",
+    "MLflow",
     "Metric",
     "Options",
     "Result",
@@ -69,8 +78,11 @@ __all__ = [
     "Server",
     "Setting",
     "Sticky",
+    "TensorBoard",
+    "TimeLimit",
     "TorchOptimizer",
     "Uniform",
+    "WandB",
     "Yogi",
     "compare",
     "load",
@@ -100,6 +112,11 @@ if TYPE_CHECKING:
     from gluefl.strategies.gluefl import GlueFL
     from gluefl.strategies.lean import Lean
     from gluefl.strategies.stc import STC
+    from gluefl.watching.best import BestModel
+    from gluefl.watching.mlflow import MLflow
+    from gluefl.watching.stopping import EarlyStopping, TimeLimit
+    from gluefl.watching.tensorboard import TensorBoard
+    from gluefl.watching.wandb import WandB
 
 
 def __getattr__(name: str) -> Any:

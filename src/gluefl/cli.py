@@ -87,7 +87,12 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
     return decorated
 
 
-tracked = click.option("--track", type=click.Choice(["tensorboard"]), help="Also write every round for TensorBoard.")
+tracked = click.option(
+    "--track",
+    multiple=True,
+    type=click.Choice(["tensorboard", "mlflow", "wandb"]),
+    help="Also log every round there; may be repeated.",
+)
 
 
 @main.command()
@@ -136,8 +141,15 @@ def demo(**options: Any) -> None:
     run_comparison(raw, "the demo", "demo", RunOptions(**options))
 
 
+def _studies(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """The studies, for the completion of a shell."""
+    from gluefl.experiments.studies import catalogue
+
+    return [name for name in catalogue.names() if name.startswith(incomplete)]
+
+
 @main.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=_studies)
 @click.option("--scale", type=click.Choice(["small", "paper"]), default="small", show_default=True)
 @click.option("--population", help="Another population than the generated one.")
 @click.option("--model", help="Another model.")
@@ -264,6 +276,22 @@ def verify(ctx: click.Context, folders: tuple[Path, ...], as_json: bool) -> None
         console().print(verification.verification_table(checks))
         click.echo(f"{len(checks)} checks, {damaged} damaged")
     ctx.exit(1 if damaged else 0)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Check this installation: versions, devices, optional parts, a small run; exit code 1 if a part failed."""
+    from gluefl.experiments import doctor as examination
+    from gluefl.experiments.console import console, findings_table
+
+    findings = examination.examine()
+    if as_json:
+        click.echo(json.dumps(examination.as_json(findings)))
+    else:
+        console().print(findings_table(findings))
+    ctx.exit(0 if examination.healthy(findings) else 1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The work behind `gluefl run`, `compare`, `demo` and `study`: from options to runs, tables and a page."""
 
+import importlib
 import json
 import time
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from gluefl.errors import Diverged, UsageError
 from gluefl.experiments.console import comparison_table, console
 from gluefl.experiments.grid import RunSpec, expand
 from gluefl.experiments.report import page
-from gluefl.experiments.report.tracking import tracker
 from gluefl.experiments.runner import ThisProcess, execute
 from gluefl.experiments.runs import FAILURE, NAMED, find, read_run
 from gluefl.experiments.studies import pages
@@ -47,7 +47,7 @@ class RunOptions:
     sets: tuple[str, ...]
     device: str
     as_json: bool
-    track: str | None
+    track: tuple[str, ...]
     resume: bool
     seed: int | None
     seeds: str | None = None
@@ -111,8 +111,16 @@ def default_out(name: str, resume: bool) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+def trackers(names: Sequence[str]) -> tuple[Any, ...]:
+    """The trackers of `--track`; refuses those whose library is missing before anything is written."""
+    modules = [importlib.import_module(f"gluefl.watching.{name}") for name in dict.fromkeys(names)]
+    for module in modules:
+        module.library()
+    return tuple(module.TRACKER() for module in modules)
+
+
 def _run(specs: Sequence[RunSpec], out: Path, options: RunOptions) -> None:
-    execute(specs, ThisProcess(options.device, tracker(options.track)), options.resume)
+    execute(specs, ThisProcess(options.device, trackers(options.track)), options.resume)
     rows = _rows(specs)
     if options.as_json:
         click.echo(json.dumps({"runs": rows}))
