@@ -96,11 +96,10 @@ def right_tokens(outputs: Tensor, labels: Tensor) -> Tensor:
 def generated(folder: str) -> Path:
     """A play of 60 roles, each with favourite words, for a machine without the text."""
     draw = torch.Generator().manual_seed(1)
-    subjects, verbs = (
-        ["king", "fool", "queen", "ghost", "lord", "nurse", "friar"],
-        ["loves", "fears", "mourns", "hails", "seeks", "flees"],
-    )
-    objects, speeches = ["the night", "my crown", "a rose", "this sword", "thy grave", "the sea", "our feast"], []
+    subjects = ["king", "fool", "queen", "ghost", "lord", "nurse", "friar"]
+    verbs = ["loves", "fears", "mourns", "hails", "seeks", "flees"]
+    objects = ["the night", "my crown", "a rose", "this sword", "thy grave", "the sea", "our feast"]
+    speeches = []
     for role in range(60):
         tastes = [torch.softmax(torch.randn(len(words), generator=draw), 0) for words in (subjects, verbs, objects)]
         picks = [torch.multinomial(taste, 80, replacement=True, generator=draw).tolist() for taste in tastes]
