@@ -24,6 +24,7 @@ _HOMES = {
     "LocalAdam": "gluefl.clients.optimisers",
     "Scaffold": "gluefl.clients.optimisers",
     "Clipped": "gluefl.clients.optimisers",
+    "Falling": "gluefl.clients.schedules",
     "Metric": "gluefl.clients.metrics",
     "Evaluation": "gluefl.simulation.settings",
     "Options": "gluefl.simulation.settings",
@@ -36,13 +37,13 @@ _HOMES = {
     "Samples": "gluefl.populations",
     "HeldOut": "gluefl.populations.held_out",
     "Result": "gluefl.simulation.result",
-    "from_dataset": "gluefl.populations.dataset",
     "EarlyStopping": "gluefl.watching.stopping",
     "TimeLimit": "gluefl.watching.stopping",
     "BestModel": "gluefl.watching.best",
     "TensorBoard": "gluefl.watching.tensorboard",
     "MLflow": "gluefl.watching.mlflow",
     "WandB": "gluefl.watching.wandb",
+    "from_dataset": "gluefl.populations.dataset",
     "compare": "gluefl.experiments.comparing",
     "load": "gluefl.simulation.loading",
     "train": "gluefl.simulation.run",
@@ -60,6 +61,7 @@ __all__ = [
     "Clipped",
     "EarlyStopping",
     "Evaluation",
+    "Falling",
     "FedAvg",
     "Fleet",
     "GlueFL",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
     from gluefl.clients.metrics import Metric
     from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
     from gluefl.clients.rules import LocalSGD, TorchOptimizer
+    from gluefl.clients.schedules import Falling
     from gluefl.core.averaging import Averaging
     from gluefl.core.optimizer import Adagrad, Adam, Server, Yogi
     from gluefl.core.sampling import Sticky, Uniform
