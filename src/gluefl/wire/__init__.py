@@ -7,6 +7,7 @@ from gluefl.wire.large import LARGE, stored
 from gluefl.wire.lengths import Encoding
 from gluefl.wire.messages import (
     HEADER_BYTES,
+    arrived,
     decode,
     encode,
     encode_body,
@@ -34,6 +35,7 @@ __all__ = [
     "Packed",
     "Shared",
     "ValueCodec",
+    "arrived",
     "count_positions",
     "decode",
     "encode",
