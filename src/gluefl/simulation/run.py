@@ -83,25 +83,23 @@ def train(
     with resources(), explained(model, population, setting), ExitStack() as held:
         core = _core(module, strategy, chosen, setting, description)
         engine = held.enter_context(engine_of(core, module, population, setting, options))
-        sim, state = _simulation(core, engine, population, setting, options)
+        sim, *first = _simulation(core, engine, population, setting, options)  # handed over: it would stay in memory
         folder, journal = None, Journal()
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
             folder = RunFolder(options.folder, description, identity, sim.stores, options.checkpoints_kept)
-            held.enter_context(folder.locked(options.resume, state))
+            held.enter_context(folder.locked(options.resume, first[0]))
             journal = Journal(options.folder / JOURNAL)
-            state = folder.open(state, journal)
+            first = [folder.open(first.pop(), journal)]
         check_shapes(module, population, setting)
         totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, evaluation.metric.score)
         evaluator = Evaluator(
-            module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
+            module, core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
         score = evaluation.metric.score.on(evaluator.decides_on)
         goal = Goal(score, evaluation.target, evaluation.average)
         watched = _watched(sim, module, rounds, goal, description, options.folder, journal)
         loop = Loop(rounds, evaluation, options, watched)
-        first = [state]  # handed over: it would stay in memory for the whole run
-        del state
         state = loop.run(_player(sim), sim, first.pop(), Records(journal, totals, folder), evaluator)
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
         if evaluation.clients:
