@@ -99,10 +99,9 @@ def train(
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
-        left_out = {} if options.save_frozen else frozen_parameters(module)
-        named = sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
+        named, notes = _saved(sim, module, state, options)
         if folder is not None:
-            folder.finish(named, summary, {FROZEN: str(frozen_digest(module))} if left_out else None)
+            folder.finish(named, summary, notes)
     return Result(module.cpu().eval(), journal, summary, population, evaluation.metric)
 
 
@@ -205,6 +204,15 @@ def _tensors(sim: Simulation, module: nn.Module, state: State) -> dict[str, Tens
     """The model of a state under the names of the module, between two rounds."""
     with on_side_stream(sim.core.space.device, "evaluation"):
         return sim.core.layout.state_dict(module, *state.model)
+
+
+def _saved(
+    sim: Simulation, module: nn.Module, state: State, options: Options
+) -> tuple[dict[str, Tensor], dict[str, str] | None]:
+    """The model at the end of a run, without its frozen part unless that is wanted, and what the file notes of it."""
+    left_out = {} if options.save_frozen else frozen_parameters(module)
+    named = sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
+    return named, {FROZEN: str(frozen_digest(module))} if left_out else None
 
 
 def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:
