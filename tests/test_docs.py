@@ -18,16 +18,17 @@ LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
-def code(page: str) -> list[str]:
-    """The Python blocks of a page."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def code(page: str, part: str | None = None) -> list[str]:
+    """The Python blocks of a page, or of a part of it."""
+    text = (ROOT / page).read_text(encoding="utf-8") if part is None else part
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def run(page: str) -> dict[str, Any]:
+def run(page: str, part: str | None = None) -> dict[str, Any]:
     """Run the blocks of a page one after the other, as a reader would type them."""
     names: dict[str, Any] = {"__name__": page}
     try:
-        for block in code(page):
+        for block in code(page, part):
             exec(compile(block, page, "exec"), names)
     except MissingExtra as error:
         pytest.skip(str(error))
@@ -66,6 +67,18 @@ def test_signs_of_the_guide_feed_their_error_back(own) -> None:
 def test_privacy_spends_something() -> None:
     names = run("docs/privacy.md")
     assert 4 < names["spent"] < 15  # one participation with noise 1 is 4.4; three are the most
+
+
+def test_own_data_and_metrics() -> None:
+    text = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        names = run("docs/data.md", text[text.index("## Inputs and labels") :])
+    assert names["prices"].predict({"ids": names["words"], "mask": names["mask"]}).shape == (400, 1)
+    assert names["prices"].summary["metric"] == "MAE"
+    assert repr(names["people"]) == "OwnedDataset(10 clients, 180 samples, 4 classes, (6,))"
+    assert names["reached"].summary["reached_round"] is not None
+    assert names["held"].clients == 8 and names["result"].summary["test_accuracy"] is not None
 
 
 @pytest.mark.parametrize("name", ["adaptive", "remote"])

@@ -43,6 +43,7 @@ _HOMES = {
     "TensorBoard": "gluefl.watching.tensorboard",
     "MLflow": "gluefl.watching.mlflow",
     "WandB": "gluefl.watching.wandb",
+    "from_dataset": "gluefl.populations.dataset",
     "compare": "gluefl.experiments.comparing",
     "load": "gluefl.simulation.loading",
     "train": "gluefl.simulation.run",
@@ -85,6 +86,7 @@ __all__ = [
     "WandB",
     "Yogi",
     "compare",
+    "from_dataset",
     "load",
     "plan",
     "train",
@@ -102,6 +104,7 @@ if TYPE_CHECKING:
     from gluefl.experiments.theory.planning import plan
     from gluefl.fleet import Arrivals, Fleet, Instant
     from gluefl.populations import Samples
+    from gluefl.populations.dataset import from_dataset
     from gluefl.populations.held_out import HeldOut
     from gluefl.simulation.loading import load
     from gluefl.simulation.result import Result

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from gluefl.clients.metrics import IGNORED
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.parameters import Has, NonNegativeCount, check
 from gluefl.populations import Population, Samples, samples_of
@@ -98,12 +99,14 @@ def _of_samples(samples: Samples, classes: int, owner: str, setting: Setting) ->
     labels = samples.labels
     if setting.loss is not nn.functional.cross_entropy or not len(samples):
         return None
-    if labels.is_floating_point() or labels.dim() != 1:
+    column = labels.dim() > 1 and labels[0].numel() == 1
+    if labels.is_floating_point() or column:
         if labels.is_floating_point() and labels.dim() == 2:
             return None  # probabilities of classes
         found = f"{labels.dtype} {tuple(labels.shape)}"
         return f"{owner}: cross_entropy needs labels as one whole number per sample; found {found}."
-    lowest, highest = int(labels[labels != -100].min()), int(labels.max())  # −100 is ignored by cross_entropy
+    known = labels[labels != IGNORED]
+    lowest, highest = (int(known.min()), int(known.max())) if len(known) else (0, 0)
     if lowest >= 0 and highest < classes:
         return None
     return f"{owner}: labels must lie between 0 and classes − 1 = {classes - 1}; found {lowest} to {highest}."

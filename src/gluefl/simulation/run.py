@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from gluefl import wire
 from gluefl.accel.resources import resources
 from gluefl.accel.streams import on_side_stream
-from gluefl.clients.engine import LocalEngine
+from gluefl.clients.cohort import Engine
 from gluefl.clients.evaluation import Evaluator
+from gluefl.clients.remote import UploadingEngine
 from gluefl.clients.residuals import Residuals, room_on
-from gluefl.clients.trainers.choice import choose
 from gluefl.core.averaging import Averaging
 from gluefl.core.sampling import Pool, Sampler, Sticky, Uniform
 from gluefl.core.server import Core, State, start
@@ -26,6 +26,7 @@ from gluefl.populations import Population
 from gluefl.randomness import stream
 from gluefl.simulation.arguments import FROZEN, check_arguments, check_shapes, explained, load_weights
 from gluefl.simulation.channel import Encoded, Measured
+from gluefl.simulation.engines import engine_of
 from gluefl.simulation.fingerprint import fingerprint
 from gluefl.simulation.folder import CHECKPOINT, JOURNAL, RunFolder, describe
 from gluefl.simulation.lookahead import player as player  # without look-ahead: from gluefl.simulation.round
@@ -33,6 +34,7 @@ from gluefl.simulation.loop import Loop, Records
 from gluefl.simulation.parts import Simulation
 from gluefl.simulation.process import device_of
 from gluefl.simulation.result import Result, percentiles
+from gluefl.simulation.round import Player, play
 from gluefl.simulation.settings import Options, Setting
 from gluefl.storage.journal import Journal, Totals, perplexity
 from gluefl.strategies import Space, Strategy
@@ -78,7 +80,9 @@ def train(
     chosen = sampler or _default_sampler(strategy, population.clients)
     description = describe(module, population, strategy, chosen, setting, options)
     with resources(), explained(model, population, setting), ExitStack() as held:
-        sim, state = _assemble(module, population, strategy, chosen, setting, options, description)
+        core = _core(module, strategy, chosen, setting, description)
+        engine = held.enter_context(engine_of(core, module, population, setting, options))
+        sim, state = _simulation(core, engine, population, setting, options)
         folder, journal = None, Journal()
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
@@ -95,14 +99,27 @@ def train(
         goal = Goal(score, evaluation.target, evaluation.average)
         watched = _watched(sim, module, rounds, goal, description, options.folder, journal)
         loop = Loop(rounds, evaluation, options, watched)
-        state = loop.run(player(sim.core.space.device), sim, state, Records(journal, totals, folder), evaluator)
+        state = loop.run(_player(sim), sim, state, Records(journal, totals, folder), evaluator)
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
-        named, notes = _saved(sim, module, state, options)
-        if folder is not None:
-            folder.finish(named, summary, notes)
+        _end(sim, state, module, folder, summary, options.save_frozen)
     return Result(module.cpu().eval(), journal, summary, population, evaluation.metric)
+
+
+def _end(
+    sim: Simulation,
+    state: State,
+    module: nn.Module,
+    folder: RunFolder | None,
+    summary: dict[str, Any],
+    save_frozen: bool,
+) -> None:
+    """Fill the module with the result, and write it if the run has a folder."""
+    left_out = {} if save_frozen else frozen_parameters(module)
+    named = sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
+    if folder is not None:
+        folder.finish(named, summary, {FROZEN: str(frozen_digest(module))} if left_out else None)
 
 
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
@@ -115,20 +132,12 @@ def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
     return Sticky(cohort, row.sticky_size * cohort, sticky_cohort, weights=row.weights)
 
 
-def _assemble(
-    module: nn.Module,
-    population: Population,
-    strategy: Strategy,
-    sampler: Sampler,
-    setting: Setting,
-    options: Options,
-    description: str,
-) -> tuple[Simulation, State]:
-    """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
+def _core(module: nn.Module, strategy: Strategy, sampler: Sampler, setting: Setting, description: str) -> Core:
+    """What both sides of the federation agree on."""
     layout, device = Layout.of(module), next(module.parameters()).device
     layout = replace(layout, exchanged=setting.training.exchanged(layout.size))
     row, (weights, statistics) = row_of(strategy), layout.flatten(module)
-    core = Core(
+    return Core(
         seed=setting.seed,
         run=hashlib.sha256(description.encode()).digest()[:8],
         layout=layout,
@@ -142,11 +151,23 @@ def _assemble(
         hooks=setting.hooks,
         initial=setting.initial or row.initial,
     )
+
+
+def _player(sim: Simulation) -> Player:
+    """Look-ahead begins a training in this process, which has none to begin where clients train elsewhere."""
+    return play if isinstance(sim.engine, UploadingEngine) else player(sim.core.space.device)
+
+
+def _simulation(
+    core: Core, engine: Engine, population: Population, setting: Setting, options: Options
+) -> tuple[Simulation, State]:
+    """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
+    layout, device = core.layout, core.space.device
     sim = Simulation(
         core=core,
         pool=_pool(population, setting),
         devices=setting.devices,
-        engine=options.engine or _engine(module, layout, population, setting, options),
+        engine=engine,
         memories=_memories(setting, options, layout),
         channel=Encoded(core) if options.encode else Measured(),
         residuals=Residuals(
@@ -160,14 +181,6 @@ def _assemble(
         arrivals=setting.arrivals,
     )
     return sim, start(core, sim.pool)
-
-
-def _engine(
-    module: nn.Module, layout: Layout, population: Population, setting: Setting, options: Options
-) -> LocalEngine:
-    device = next(module.parameters()).device
-    trainer = choose(options.trainer, module, layout, population, setting.loss, device, setting.training)
-    return LocalEngine(population, trainer, setting.training, setting.seed, device, room_on(device) // 2)
 
 
 def _memories(setting: Setting, options: Options, layout: Layout) -> Residuals | None:
@@ -204,15 +217,6 @@ def _tensors(sim: Simulation, module: nn.Module, state: State) -> dict[str, Tens
     """The model of a state under the names of the module, between two rounds."""
     with on_side_stream(sim.core.space.device, "evaluation"):
         return sim.core.layout.state_dict(module, *state.model)
-
-
-def _saved(
-    sim: Simulation, module: nn.Module, state: State, options: Options
-) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """The model at the end of a run, without its frozen part unless that is wanted, and what the file notes of it."""
-    left_out = {} if options.save_frozen else frozen_parameters(module)
-    named = sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
-    return named, {FROZEN: str(frozen_digest(module))} if left_out else None
 
 
 def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:

@@ -147,6 +147,11 @@ class Lean:
         codes = self.rotated.compress(delta[:size], task.seed, task.round, task.client)
         return whole(torch.cat([codes, rounded(delta[size:], task.space.statistics_segments)])), None
 
+    def measured(self, sent: Tensor, space: Space) -> tuple[float, Tensor]:
+        """The length of the rotated update, which is that of the update, and the change of the statistics."""
+        codes = self.rotated.size(space.size)
+        return self.rotated.length(sent[:codes], space.size), sent[codes:]
+
     def combine(self, state: LeanState, uploads: Sequence[Upload], round: int) -> Tensor:
         """Σ ν_i Δ_i of the weights, and the mean change of the statistics."""
         size, rotated = state.space.size, self.rotated
