@@ -76,5 +76,5 @@ if __name__ == "__main__":
         setting=Setting(training=LocalSGD(steps=10, batch=20, lr=0.05), evaluation=Evaluation(every=4)),
     )
     summary = result.summary
-    print(f"{summary['parameters']:,} weights, accuracy {summary['accuracy']:.1%}")
+    print(f"{summary['parameters']:,} weights, accuracy {summary['last_accuracy']:.1%}")
     print(f"a client downloads {summary['mean_download_share']:.1%} of the model in a round")

@@ -15,14 +15,15 @@ from gluefl.randomness import stream
 ROOT = Path(__file__).parents[1]
 
 
-def _load(path: Path) -> ModuleType:
+def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-twin = _load(ROOT / "examples" / "gluefl_in_one_file.py")
+twin = load(ROOT / "examples" / "gluefl_in_one_file.py")
+lean_twin = load(ROOT / "examples" / "lean_in_one_file.py")
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,10 @@ class Loopback:
     def start_all(self) -> None:
         """SuperLink, keys and nodes."""
         self.start_superlink()
+        self.start_nodes()
+
+    def start_nodes(self) -> None:
+        """Keys and nodes."""
         self.call("register")
         for node in range(self.nodes):
             self.start(f"node-{node}", "node", str(node))

@@ -62,7 +62,8 @@ def play(federation: Loopback, name: str, rounds: int) -> dict[str, Any]:
     out, log = federation.work / name.replace(" ", "-").replace(",", ""), federation.work / "run.log"
     before = {run["run-id"] for run in federation.counters()}
     began, written = time.monotonic(), log.stat().st_size if log.exists() else 0
-    run = federation.run(**RUNS[name], num_server_rounds=rounds, out="" if name.startswith("FedAvg") else str(out))
+    settings = RUNS[name] | {"cohort": federation.nodes, "num_server_rounds": rounds}
+    run = federation.run(**settings, out="" if name.startswith("FedAvg") else str(out))
     federation.wait(name, lambda: run.poll() is not None, 3600)
     seconds, text = time.monotonic() - began, log.read_bytes()[written:].decode(errors="replace")
     (counted,) = [run for run in federation.counters() if run["run-id"] not in before]

@@ -7,7 +7,8 @@
 #   ./federation.sh node I       SuperNode I, in the foreground
 #   ./federation.sh run [K=V …]  one run, with these values of [tool.flwr.app.config]
 #   ./federation.sh counters     Flower's own account of the runs, as JSON
-# Set by the environment: NODES (5), PORT (9500), WORK (./federation), APP (this folder).
+# Set by the environment: NODES (5), PORT (9500), WORK (./federation), APP (this folder), and LINK: node I reaches the
+# SuperLink through port LINK + I, where a proxy listens, instead of PORT (tools/throttled_link.py).
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 nodes=${NODES:-5} port=${PORT:-9500} work=${WORK:-$here/federation} app=${APP:-$here}
@@ -56,7 +57,9 @@ register() {
 
 node() {
     cd "$work"
-    exec flower-supernode --root-certificates ca.crt --superlink "127.0.0.1:$port" \
+    superlink_port=$port
+    [ -z "${LINK:-}" ] || superlink_port=$((LINK + $1))
+    exec flower-supernode --root-certificates ca.crt --superlink "127.0.0.1:$superlink_port" \
         --auth-supernode-private-key "node-$1" --host 127.0.0.1 --port $((port + 1 + $1)) \
         --node-config "partition-id=$1 num-partitions=$nodes gluefl-dir=\"$work/device-$1\""
 }
@@ -91,5 +94,5 @@ command=${1:-all}
 case "$command" in
     keys|superlink|register|node|run|all) "$command" "$@" ;;
     counters) exec flwr list loopback --format json ;;
-    *) sed -n '2,10p' "$0" | sed 's/^# \{0,1\}//'; exit 2 ;;
+    *) sed -n '2,11p' "$0" | sed 's/^# \{0,1\}//'; exit 2 ;;
 esac

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Names are imported when they are first used: torch alone takes seconds, and `gluefl --help` should not.
 _HOMES = {
@@ -36,6 +36,12 @@ _HOMES = {
     "Samples": "gluefl.populations",
     "HeldOut": "gluefl.populations.held_out",
     "Result": "gluefl.simulation.result",
+    "EarlyStopping": "gluefl.watching.stopping",
+    "TimeLimit": "gluefl.watching.stopping",
+    "BestModel": "gluefl.watching.best",
+    "TensorBoard": "gluefl.watching.tensorboard",
+    "MLflow": "gluefl.watching.mlflow",
+    "WandB": "gluefl.watching.wandb",
     "compare": "gluefl.experiments.comparing",
     "load": "gluefl.simulation.loading",
     "train": "gluefl.simulation.run",
@@ -49,7 +55,9 @@ __all__ = [
     "Adam",
     "Arrivals",
     "Averaging",
+    "BestModel",
     "Clipped",
+    "EarlyStopping",
     "Evaluation",
     "FedAvg",
     "Fleet",
@@ -59,6 +67,7 @@ __all__ = [
     "Lean",
     "LocalAdam",
     "LocalSGD",
+    "MLflow",
     "Metric",
     "Options",
     "Result",
@@ -67,8 +76,11 @@ __all__ = [
     "Server",
     "Setting",
     "Sticky",
+    "TensorBoard",
+    "TimeLimit",
     "TorchOptimizer",
     "Uniform",
+    "WandB",
     "Yogi",
     "compare",
     "load",
@@ -97,6 +109,11 @@ if TYPE_CHECKING:
     from gluefl.strategies.gluefl import GlueFL
     from gluefl.strategies.lean import Lean
     from gluefl.strategies.stc import STC
+    from gluefl.watching.best import BestModel
+    from gluefl.watching.mlflow import MLflow
+    from gluefl.watching.stopping import EarlyStopping, TimeLimit
+    from gluefl.watching.tensorboard import TensorBoard
+    from gluefl.watching.wandb import WandB
 
 
 def __getattr__(name: str) -> Any:

@@ -92,7 +92,12 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
     return decorated
 
 
-tracked = click.option("--track", type=click.Choice(["tensorboard"]), help="Also write every round for TensorBoard.")
+tracked = click.option(
+    "--track",
+    multiple=True,
+    type=click.Choice(["tensorboard", "mlflow", "wandb"]),
+    help="Also log every round there; may be repeated.",
+)
 
 
 @main.command()

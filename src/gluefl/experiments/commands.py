@@ -1,5 +1,6 @@
 """The work behind `gluefl run`, `compare`, `demo` and `study`: from options to runs, tables and a page."""
 
+import importlib
 import json
 import time
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from gluefl.experiments.console import comparison_table, console
 from gluefl.experiments.grid import RunSpec, expand
 from gluefl.experiments.processes import WorkerProcesses
 from gluefl.experiments.report import page
-from gluefl.experiments.report.tracking import tracker
 from gluefl.experiments.runner import Executor, ThisProcess, execute
 from gluefl.experiments.runs import FAILURE, NAMED, find, read_run
 from gluefl.experiments.studies import pages
@@ -68,7 +68,7 @@ class RunOptions:
     workers: int | None
     ray_address: str | None
     as_json: bool
-    track: str | None
+    track: tuple[str, ...]
     resume: bool
     seed: int | None
     seeds: str | None = None
@@ -137,6 +137,14 @@ def default_out(name: str, resume: bool) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+def trackers(names: Sequence[str]) -> tuple[Any, ...]:
+    """The trackers of `--track`; refuses those whose library is missing before anything is written."""
+    modules = [importlib.import_module(f"gluefl.watching.{name}") for name in dict.fromkeys(names)]
+    for module in modules:
+        module.library()
+    return tuple(module.TRACKER() for module in modules)
+
+
 def study_executor(place: Place, jobs: int | None) -> Executor:
     """Runs at a time in processes of this machine, or spread over a Ray cluster."""
     if place.engine == "ray":
@@ -150,13 +158,13 @@ def _executor(count: int, options: RunOptions) -> Executor:
     """One run after the other, each on the engine; several runs on a cluster at the same time."""
     place = options.place
     if place.engine == "ray" and count > 1:
-        if options.track is not None:
+        if options.track:
             raise UsageError(
-                f"--track {options.track}: runs that a cluster carries out at the same time have no tracker."
+                f"--track {options.track[0]}: runs that a cluster carries out at the same time have no tracker."
             )
         return ClusterRuns(place.device, place.workers, place.ray_address)
     carried_out = {"engine": place.engine, "workers": place.workers, "ray_address": place.ray_address}
-    return ThisProcess(place.device, tracker(options.track), carried_out)
+    return ThisProcess(place.device, trackers(options.track), carried_out)
 
 
 def _run(specs: Sequence[RunSpec], out: Path, options: RunOptions) -> None:

@@ -11,6 +11,8 @@ from rich.table import Table
 from gluefl.experiments.theory.planning import Plan
 from gluefl.experiments.windows import remark, window
 from gluefl.scores import Score
+from gluefl.watching.status import percent as percent
+from gluefl.watching.status import volume as volume
 
 
 def console() -> Console:
@@ -18,28 +20,11 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-def volume(size_bytes: float) -> str:
-    """Bytes with three digits and a unit: 1 GB is 10^9 bytes."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size_bytes >= factor:
-            return (
-                f"{size_bytes / factor:.3g} {unit}"
-                if size_bytes < 999.5 * factor
-                else f"{size_bytes / factor:.0f} {unit}"
-            )
-    return f"{size_bytes:.0f} B"
-
-
 def duration(seconds: float) -> str:
     """Seconds with a unit."""
     if seconds >= 3600:
         return f"{seconds / 3600:.2f} h"
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
-
-
-def percent(share: float) -> str:
-    """A share without a trailing zero: 80%, 73.3%."""
-    return f"{share:.1%}".replace(".0%", "%")
 
 
 def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:

@@ -6,8 +6,7 @@ the runs in progress, each with a checkpoint.
 
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +17,9 @@ from gluefl.errors import Diverged, Interrupted, UsageError
 from gluefl.experiments.grid import RunSpec, check
 from gluefl.experiments.progress import GridProgress
 from gluefl.experiments.runs import CONFIG, FAILURE, SUMMARY
+from gluefl.watching import Callback
 
 INCOMPLETE = ".half-"  # prefix of the folder of a run that is being copied
-
-Callback = Callable[[Any, Any], bool | None]
-Tracker = Callable[[Path], AbstractContextManager[Sequence[Callback]]]  # callbacks for a run folder
 
 
 class Executor(Protocol):
@@ -66,7 +63,7 @@ class ThisProcess:
     """One run after another in this process. Finished runs keep their checkpoint, so that rounds can be added."""
 
     device: str = "cpu"
-    tracker: Tracker = lambda folder: nullcontext(())
+    callbacks: Sequence[Callback] = ()
     carried_out: Mapping[str, Any] = field(default_factory=dict)  # other fields of `Options`: the engine
 
     def run(self, specs: Sequence[RunSpec], progress: GridProgress) -> None:
@@ -81,13 +78,12 @@ class ThisProcess:
                 display.update()
 
             outcome = ""
-            with self.tracker(spec.folder) as callbacks:
-                try:
-                    shown = (show, *callbacks)
-                    options = Options(spec.folder, True, shown, False, device=self.device, **self.carried_out)
-                    run(spec.config, options)
-                except Diverged as error:
-                    outcome = record_divergence(spec, str(error))
+            shown = (show, *self.callbacks)
+            options = Options(spec.folder, True, shown, progress=False, device=self.device, **self.carried_out)
+            try:
+                run(spec.config, options)
+            except Diverged as error:
+                outcome = record_divergence(spec, str(error))
             display.finish(outcome)
 
 

@@ -20,6 +20,8 @@ from gluefl.storage.client_log import check_clients
 from gluefl.storage.journal import Journal
 from gluefl.storage.journal import read as read_journal
 from gluefl.storage.sealed import unseal
+from gluefl.watching.best import BEST
+from gluefl.watching.best import read as read_best
 
 EVALUATIONS = "evaluations.jsonl"  # of a server on Flower
 STORES = {"residuals": "", "memories": "memories"}  # their folders below that of the checkpoints
@@ -84,6 +86,8 @@ def _run(run: Path) -> Iterator[Check]:
     yield from _lost_lines(run, rounds, journal)
     if lost:
         yield Check(run, CHECKPOINT, "existence", "no checkpoint: it was lost or removed, the run cannot go on")
+    if (run / BEST).exists():
+        yield _checked(run, BEST, "checksum", partial(read_best, run / BEST))
     if (run / EVALUATIONS).exists():
         yield _lines(run, EVALUATIONS)
     yield from _checkpoints(run)
@@ -159,7 +163,7 @@ def _checkpoints(run: Path) -> Iterator[Check]:
             yield _configuration(run, manifest["notes"]["config"], round)
 
 
-def _checked(run: Path, file: str, what: str, check: Callable[[], None]) -> Check:
+def _checked(run: Path, file: str, what: str, check: Callable[[], object]) -> Check:
     try:
         check()
     except Damaged as error:

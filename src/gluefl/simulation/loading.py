@@ -18,14 +18,19 @@ from gluefl.simulation.build import build_model, held_out
 from gluefl.simulation.folder import CONFIG, JOURNAL, MODEL, SUMMARY
 from gluefl.simulation.result import Result
 from gluefl.storage.journal import Journal
+from gluefl.watching.best import BEST, Best
+from gluefl.watching.best import read as read_best
 
 
-def load(folder: Path | str, *, model: nn.Module | None = None, population: Population | None = None) -> Result:
+def load(
+    folder: Path | str, *, model: nn.Module | None = None, population: Population | None = None, best: bool = False
+) -> Result:
     """The result of a finished run: `gluefl.load("runs/mine").predict(pictures)`.
 
     A run that was made from a configuration needs nothing else, except the data where its population reads files. For
     one that was made in Python give a model of the same kind and the population, whose transform belongs to the model:
-    a folder holds tensors and text, never code.
+    a folder holds tensors and text, never code. With `best` its model is the one that `BestModel` kept, and the
+    summary has its round and value under `best`.
     """
     path = Path(folder)
     missing = [name for name in (CONFIG, JOURNAL, MODEL, SUMMARY) if not (path / name).exists()]
@@ -38,9 +43,21 @@ def load(folder: Path | str, *, model: nn.Module | None = None, population: Popu
         metric = METRICS[config.evaluation.metric]
         model = model or build_model(config, population.classes, population.shape)
     module = copy.deepcopy(model)
-    load_weights(module, path / MODEL)
     summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    if best:
+        kept = _best(path)
+        summary["best"] = {"round": kept.round, "value": kept.value}
+    load_weights(module, path / (BEST if best else MODEL))
     return Result(module.eval(), Journal(path / JOURNAL), summary, population, metric)
+
+
+def _best(path: Path) -> Best:
+    if not (path / BEST).exists():
+        raise UsageError(
+            f"{path} holds no best model: it is kept by Options(callbacks=[BestModel()]). "
+            "Load the last one by gluefl.load(folder)."
+        )
+    return read_best(path / BEST)
 
 
 def _configuration(raw: dict[str, Any], path: Path) -> Config:

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -16,8 +15,10 @@ from gluefl.simulation.folder import RunFolder
 from gluefl.simulation.parts import Simulation
 from gluefl.simulation.process import interruptible, tf32
 from gluefl.simulation.round import Player
-from gluefl.simulation.settings import Callback, Evaluation, Options
+from gluefl.simulation.settings import Evaluation, Options
 from gluefl.storage.journal import Journal, Totals
+from gluefl.watching import Watched, watching
+from gluefl.watching.progress import Display
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,24 @@ class Loop:
     rounds: int
     evaluation: Evaluation
     options: Options
-    callbacks: Sequence[Callback]
+    watched: Watched
 
     def is_over(self, state: State, totals: Totals) -> bool:
-        """Whether the last round or the target was reached."""
-        return state.round >= self.rounds or (self.evaluation.stop_at_target and totals.reached_round is not None)
+        """Whether the last round or the target was reached, or a callback ends the run."""
+        reached = self.evaluation.stop_at_target and totals.reached_round is not None
+        return state.round >= self.rounds or reached or bool(self.watched.reasons)
 
     def run(self, play: Player, sim: Simulation, state: State, records: Records, evaluator: Evaluator) -> State:
         """Round after round; what is journaled and checkpointed survives whatever happens then."""
         device, folder = sim.core.space.device, records.folder
-        with interruptible() as interrupted, tf32(self.options.tf32), closing(sim):
-            stop = False
-            while not (self.is_over(state, records.totals) or stop or interrupted):
+        callbacks = (Display(self.options.progress), *self.options.callbacks)
+        with (
+            interruptible() as interrupted,
+            tf32(self.options.tf32),
+            closing(sim),
+            watching(callbacks, self.watched) as after_round,
+        ):
+            while not (self.is_over(state, records.totals) or interrupted):
                 began = time.perf_counter()
                 state, played = play(sim, state)
                 line = played.line
@@ -56,15 +63,15 @@ class Loop:
                 line["wall_s"] = time.perf_counter() - began
                 records.journal.append(line)
                 records.totals.add(line)
-                stop = any([callback(line, state) for callback in self.callbacks])  # noqa: C419 - all are called
+                after_round(line, state)
                 is_over = self.options.checkpoint_at_end and self.is_over(state, records.totals)
-                if folder and (state.round % self.options.checkpoint_every == 0 or stop or interrupted or is_over):
+                if folder and (state.round % self.options.checkpoint_every == 0 or interrupted or is_over):
                     records.journal.sync()  # a checkpoint must never be ahead of it
                     with on_side_stream(device, "checkpoint"):
                         folder.save(state)
-        if interrupted:
-            hint = f" Go on with --resume --out {folder.path}." if folder else ""
-            raise Interrupted(f"interrupted after round {state.round} of {self.rounds}.{hint}")
+            if interrupted:
+                hint = f" Go on with --resume --out {folder.path}." if folder else ""
+                raise Interrupted(f"interrupted after round {state.round} of {self.rounds}.{hint}")
         return state
 
 

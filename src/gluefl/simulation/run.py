@@ -2,15 +2,19 @@
 
 import copy
 import hashlib
+import tomllib
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gluefl import wire
 from gluefl.accel.resources import resources
+from gluefl.accel.streams import on_side_stream
 from gluefl.clients.cohort import Engine
 from gluefl.clients.evaluation import Evaluator
 from gluefl.clients.remote import UploadingEngine
@@ -30,7 +34,6 @@ from gluefl.simulation.lookahead import player as player  # without look-ahead: 
 from gluefl.simulation.loop import Loop, Records
 from gluefl.simulation.parts import Simulation
 from gluefl.simulation.process import device_of
-from gluefl.simulation.progress import progress
 from gluefl.simulation.result import Result, percentiles
 from gluefl.simulation.round import Player, play
 from gluefl.simulation.settings import Options, Setting
@@ -39,6 +42,7 @@ from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import whole
+from gluefl.watching import Goal, Watched
 
 
 def train(
@@ -91,10 +95,11 @@ def train(
             module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
         score = evaluation.metric.score.on(evaluator.decides_on)
-        with progress(rounds, options.progress, score) as shown:
-            loop = Loop(rounds, evaluation, options, (*shown, *options.callbacks))
-            state = loop.run(_player(sim), sim, state, Records(journal, totals, folder), evaluator)
-        summary = _summary(sim, totals) | _measured(evaluator, state)
+        goal = Goal(score, evaluation.target, evaluation.average)
+        watched = _watched(sim, module, rounds, goal, description, options.folder, journal)
+        loop = Loop(rounds, evaluation, options, watched)
+        state = loop.run(_player(sim), sim, state, Records(journal, totals, folder), evaluator)
+        summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
         named = sim.core.layout.state_dict(module, *state.model)
@@ -171,6 +176,33 @@ def _memories(setting: Setting, options: Options, layout: Layout) -> Residuals |
         return None
     folder = options.folder / CHECKPOINT / "memories" if options.folder else None
     return Residuals(kept, folder, options.residual_memory_bytes, keep=options.checkpoints_kept)
+
+
+def _watched(
+    sim: Simulation,
+    module: nn.Module,
+    rounds: int,
+    goal: Goal,
+    description: str,
+    folder: Path | None,
+    journal: Journal,
+) -> Watched:
+    """The run as its callbacks see it."""
+    return Watched(
+        name=name_of(sim.core.strategy) if folder is None else folder.resolve().name,
+        rounds=rounds,
+        goal=goal,
+        folder=folder,
+        configuration=tomllib.loads(description),
+        played=journal.stored,
+        tensors=partial(_tensors, sim, module),
+    )
+
+
+def _tensors(sim: Simulation, module: nn.Module, state: State) -> dict[str, Tensor]:
+    """The model of a state under the names of the module, between two rounds."""
+    with on_side_stream(sim.core.space.device, "evaluation"):
+        return sim.core.layout.state_dict(module, *state.model)
 
 
 def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:

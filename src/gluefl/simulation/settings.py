@@ -1,11 +1,11 @@
 """The parameters of `train`: what is computed (`Setting`), when it is evaluated, and how it is carried out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Strict
+from pydantic import BeforeValidator, Strict
 from torch import nn
 
 from gluefl.clients.cohort import Engine
@@ -14,20 +14,26 @@ from gluefl.clients.rules import LocalRule, LocalSGD, Loss
 from gluefl.clients.trainers.choice import TRAINERS
 from gluefl.core.averaging import Averaging
 from gluefl.core.optimizer import Optimizer, Server
-from gluefl.core.server import Initial, State
+from gluefl.core.server import Initial
 from gluefl.fleet import Arrivals, Devices, Instant
 from gluefl.parameters import Count, Finite, Has, NonNegativeCount, OneOf, OpenShare, Seed, checked
 from gluefl.populations import Population
 from gluefl.populations.held_out import SHARE, By, HeldOut
-from gluefl.storage.journal import Line
 from gluefl.strategies.hooks import Hook
 
 Rule = Annotated[LocalRule, Has(("rate", "batches", "steps_for", "exchanged", "kept"))]
 AnyDevices = Annotated[Devices, Has(("timed", "is_online", "next_change_s", "trip"))]
 Named = Literal["local", "processes", "ray"]  # engines by name
-Callback = Callable[[Line, State], bool | None]  # called after every round; returns True to stop the run
-Callbacks = Annotated[tuple[Callback, ...], Strict(False)]
 Hooks = Annotated[tuple[Annotated[Hook, Has(("on_delta", "on_sum"))], ...], Strict(False)]
+
+
+def _callback(value: Any) -> Any:
+    if isinstance(value, type) or not (callable(value) or hasattr(value, "watch")):
+        raise ValueError("input should be a function of (line, state), or an object that has watch")
+    return value
+
+
+Callbacks = Annotated[tuple[Annotated[Any, BeforeValidator(_callback)], ...], Strict(False)]
 
 
 @checked
@@ -85,8 +91,8 @@ class Options:
 
     out: Path | str | None = None  # folder of the run; without one nothing is written
     resume: bool = False  # go on with the run in `out`
-    callbacks: Callbacks = ()
-    progress: bool | None = None  # show progress; by default in a terminal
+    callbacks: Callbacks = ()  # functions called after every round, and objects that watch a run
+    progress: bool = True  # a bar in a terminal or a notebook, elsewhere a line per evaluation
     engine: Named | Annotated[Engine, Has(("train", "work"))] | None = None  # where clients train; by default here
     workers: Count | None = None  # of the engines processes and ray; by default one per GPU or core
     ray_address: str | None = None  # of a Ray cluster; by default one is started on this machine

@@ -85,6 +85,11 @@ class LeanPlan:
     fedavg_bytes: int  # of a model in float32
     reason: str
 
+    def __str__(self) -> str:
+        from gluefl.experiments.theory.tables import text  # which needs this module
+
+        return text(self)
+
     def as_json(self) -> dict[str, Any]:
         """The object that `gluefl plan --strategy lean --json` prints."""
         return {"strategy": "lean"} | asdict(self)

@@ -75,6 +75,11 @@ class Plan:
     down_bytes: float | None = None  # of one download, if the number of parameters is given
     download_s: tuple[float, float] | None = None  # of the median client and of the 90th percentile, on the network
 
+    def __str__(self) -> str:
+        from gluefl.experiments.theory.tables import text  # which needs this module
+
+        return text(self)
+
     def as_json(self) -> dict[str, Any]:
         """The object that `gluefl plan --json` prints."""
         names = (

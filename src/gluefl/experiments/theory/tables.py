@@ -1,5 +1,8 @@
 """The tables that `gluefl plan` prints."""
 
+from io import StringIO
+
+from rich.console import Console
 from rich.table import Table
 
 from gluefl.experiments.console import duration, plan_tables, volume
@@ -7,11 +10,20 @@ from gluefl.experiments.theory.lean_plan import LeanCandidate, LeanPlan
 from gluefl.experiments.theory.planning import Plan
 
 SHOWN = 10  # candidates
+WIDTH = 120  # characters of a table as text
 
 
 def tables(plan: Plan | LeanPlan) -> list[Table | str]:
     """A plan of either kind."""
     return plan_tables(plan) if isinstance(plan, Plan) else lean_tables(plan)
+
+
+def text(plan: Plan | LeanPlan) -> str:
+    """What `gluefl plan` prints."""
+    console = Console(width=WIDTH, file=StringIO(), record=True)
+    for part in tables(plan):
+        console.print(part)
+    return console.export_text()
 
 
 def lean_tables(plan: LeanPlan) -> list[Table | str]:

@@ -1,0 +1,1 @@
+"""A Flower app in PyTorch as a tutorial has it."""

@@ -1,0 +1,83 @@
+"""The recipes run as they are printed, and do what they say."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from gluefl.errors import MissingExtra
+from stubs import ROOT
+
+MOST_LINES = 40
+PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+RECIPES = dict(re.findall(r"^## (.+?)\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Run a recipe in a folder of its own; its names."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(title: str) -> dict[str, Any]:
+        names: dict[str, Any] = {"__name__": title}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                exec(compile(RECIPES[title], title, "exec"), names)
+            except MissingExtra as error:
+                pytest.skip(str(error))
+        return names
+
+    return run
+
+
+def test_recipes_have_at_most_forty_lines() -> None:
+    assert len(RECIPES) == PAGE.count("```python") >= 8
+    assert max(len(text.splitlines()) for text in RECIPES.values()) <= MOST_LINES
+
+
+def test_an_optimiser_of_ones_own_learns(recipe) -> None:
+    assert recipe("Your own optimiser")["result"].summary["mean_accuracy"] > 0.7
+
+
+def test_a_schedule_is_followed(recipe) -> None:
+    names = recipe("Your own schedule")
+    assert names["result"].summary["mean_accuracy"] > 0.7
+    rates = [names["cosine"](round) for round in range(1, names["ROUNDS"] + 1)]
+    assert names["setting"].training.rate(7) == rates[6]
+    assert max(rates) < 0.22 and rates[0] == pytest.approx(0.04) and rates[-1] == pytest.approx(0.01)
+
+
+def test_fedadam(recipe) -> None:
+    accuracies = recipe("FedAdam")["accuracies"]
+    assert accuracies["FedAdam"] > accuracies["FedAvg"] > 0.25
+
+
+def test_scaffold_sends_twice_the_bytes(recipe) -> None:
+    results = recipe("SCAFFOLD")["results"]
+    sgd, scaffold = (results[name].summary for name in ("SGD", "SCAFFOLD"))
+    assert 1.9 < scaffold["up_bytes"] / sgd["up_bytes"] < 2.1
+    assert scaffold["mean_accuracy"] > sgd["mean_accuracy"]
+
+
+def test_accuracy_by_client(recipe) -> None:
+    names = recipe("Accuracy by client")
+    assert len(names["by_client"]) == 50 and min(names["worst"]) > 20  # those with the noisy sensors
+    percentiles = names["result"].summary["client_accuracy"]
+    assert percentiles["p5"] < percentiles["p50"] <= 1
+
+
+def test_adapters(recipe) -> None:
+    names = recipe("Adapters")
+    assert names["result"].summary["parameters"] < names["total"] / 10
+    assert names["result"].summary["mean_accuracy"] > 0.8
+
+
+def test_tracking(recipe, tmp_path) -> None:
+    recipe("Tracking")
+    assert list((tmp_path / "runs" / "tracked").glob("events.out.tfevents.*"))
+
+
+def test_serving(recipe) -> None:
+    assert recipe("Serving")["answer"] == 2
