@@ -1,5 +1,7 @@
 """Large models: what saves memory changes no bit."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -70,7 +72,7 @@ def test_a_recurrence_in_pieces_is_the_recurrence(versions) -> None:
     vectors = [torch.tensor(values, dtype=torch.float32) for values in versions]
     whole = pieces = Recurrence.init(vectors[0])
     with pytest.MonkeyPatch.context() as patch:
-        for old, new in zip(vectors, vectors[1:]):
+        for old, new in itertools.pairwise(vectors):
             whole = whole.step(old, new)
             patch.setattr(recurrence, "PIECE", 3)
             pieces = pieces.step(old, new)
