@@ -160,7 +160,7 @@ def _executor(count: int, options: RunOptions) -> Executor:
     if place.engine == "ray" and count > 1:
         if options.track:
             raise UsageError(
-                f"--track {options.track[0]}: runs that a cluster carries out at the same time have no tracker."
+                f"--track {', '.join(options.track)}: runs that a cluster carries out at the same time have no tracker."
             )
         return ClusterRuns(place.device, place.workers, place.ray_address)
     carried_out = {"engine": place.engine, "workers": place.workers, "ray_address": place.ray_address}

@@ -78,10 +78,10 @@ class RunFolder:
         notes = {"config": self.description, "fingerprint": self.identity.as_json()}
         checkpoint.save(self.path / CHECKPOINT, state, self.stores, notes, self.keep, self.log)
 
-    def finish(self, model: dict[str, Tensor], summary: Mapping[str, Any]) -> None:
+    def finish(self, model: dict[str, Tensor], summary: Mapping[str, Any], notes: dict[str, str] | None = None) -> None:
         """Write what a run leaves at its end. The summary comes last: it says that the run is done."""
         contents = {
-            MODEL: to_bytes(model),
+            MODEL: to_bytes(model, metadata=notes),
             SUMMARY: (json.dumps(summary, indent=2) + "\n").encode(),
             CONFIG: self.description.encode(),
         }

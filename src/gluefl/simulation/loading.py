@@ -1,6 +1,5 @@
 """A finished run from its folder: `gluefl.load`."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from gluefl.simulation.build import build_model, held_out
 from gluefl.simulation.folder import CONFIG, JOURNAL, MODEL, SUMMARY
 from gluefl.simulation.result import Result
 from gluefl.storage.journal import Journal
+from gluefl.vectors.frozen import copied
 from gluefl.watching.best import BEST, Best
 from gluefl.watching.best import read as read_best
 
@@ -29,7 +29,8 @@ def load(
 
     A run that was made from a configuration needs nothing else, except the data where its population reads files. For
     one that was made in Python give a model of the same kind and the population, whose transform belongs to the model:
-    a folder holds tensors and text, never code. With `best` its model is the one that `BestModel` kept, and the
+    a folder holds tensors and text, never code. A run of adapters leaves the frozen base out of its folder, so that the
+    model must bring the same one; another is refused. With `best` its model is the one that `BestModel` kept, and the
     summary has its round and value under `best`.
     """
     path = Path(folder)
@@ -42,7 +43,7 @@ def load(
         population = population or _population(config)
         metric = METRICS[config.evaluation.metric]
         model = model or build_model(config, population.classes, population.shape)
-    module = copy.deepcopy(model)
+    module = copied(model)
     summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     if best:
         kept = _best(path)

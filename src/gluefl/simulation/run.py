@@ -1,6 +1,5 @@
 """A whole training: rounds, evaluation, journal, checkpoints. `train` is the Python interface of the laboratory."""
 
-import copy
 import hashlib
 import tomllib
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from gluefl.core.server import Core, State, start
 from gluefl.errors import DataError
 from gluefl.populations import Population
 from gluefl.randomness import stream
-from gluefl.simulation.arguments import check_arguments, check_shapes, explained, load_weights
+from gluefl.simulation.arguments import FROZEN, check_arguments, check_shapes, explained, load_weights
 from gluefl.simulation.channel import Encoded, Measured
 from gluefl.simulation.engines import engine_of
 from gluefl.simulation.fingerprint import fingerprint
@@ -41,6 +40,7 @@ from gluefl.simulation.settings import Options, Setting
 from gluefl.storage.journal import Journal, Totals, perplexity
 from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
+from gluefl.vectors.frozen import copied, frozen_digest, frozen_parameters
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import whole
 from gluefl.watching import Goal, Watched
@@ -58,7 +58,8 @@ def train(
 ) -> Result:
     """Train a module on a population of clients and return it with its journal.
 
-    model: any module with trainable parameters; it is copied. Only parameters that require a gradient travel.
+    model: any module with trainable parameters; it is copied, but for its frozen parameters, which the result shares.
+        Only parameters that require a gradient travel.
     population: who owns which data, for instance `gluefl.populations.glyphs.Glyphs(clients=300)`.
     strategy: what travels, for instance `GlueFL()`.
     sampler: who is invited, for instance `Sticky(cohort=10, sticky_size=40, sticky_cohort=8)`; by default 30 clients,
@@ -74,7 +75,7 @@ def train(
     setting, options = setting or Setting(), options or Options()
     population, evaluation = setting.evaluation.applied_to(population), setting.evaluation
     device = device_of(options.device)
-    module = copy.deepcopy(model).to(device)
+    module = copied(model).to(device)
     if setting.initial_weights is not None:
         load_weights(module, setting.initial_weights)
     chosen = sampler or _default_sampler(strategy, population.clients)
@@ -102,10 +103,23 @@ def train(
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
-        named = sim.core.layout.state_dict(module, *state.model)
-        if folder is not None:
-            folder.finish(named, summary)
+        _end(sim, state, module, folder, summary, options.save_frozen)
     return Result(module.cpu().eval(), journal, summary, population, evaluation.metric)
+
+
+def _end(
+    sim: Simulation,
+    state: State,
+    module: nn.Module,
+    folder: RunFolder | None,
+    summary: dict[str, Any],
+    save_frozen: bool,
+) -> None:
+    """Fill the module with the result, and write it if the run has a folder."""
+    left_out = {} if save_frozen else frozen_parameters(module)
+    named = sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
+    if folder is not None:
+        folder.finish(named, summary, {FROZEN: str(frozen_digest(module))} if left_out else None)
 
 
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:

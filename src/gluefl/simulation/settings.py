@@ -103,6 +103,7 @@ class Options:
     checkpoint_every: Count = 10  # rounds
     checkpoints_kept: Count = 2  # the last ones, to go back to if a file is damaged
     checkpoint_at_end: bool = True  # so that a finished run can be given more rounds
+    save_frozen: bool = False  # the model's file holds the frozen parameters, too
     residual_memory_bytes: NonNegativeCount = 3 * 10**8
     residual_device_bytes: NonNegativeCount | None = None  # on a GPU: a third of what is free
     residual_half: bool = False  # half precision rounds what clients remember

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from gluefl.experiments.bench.progress import counted
+
 WARM_UP = 2
 
 
@@ -23,7 +25,8 @@ def measure(rounds: int = 5) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for workload in ("w1", "w2"):
         count = rounds if workload == "w1" else 4 * rounds
-        results[workload] = {name: _in_process(name, workload, count) for name in ("gluefl", "pfl", "flower")}
+        peers = counted(("gluefl", "pfl", "flower"), f"programs on {workload}")
+        results[workload] = {name: _in_process(name, workload, count) for name in peers}
     return results
 
 
