@@ -95,8 +95,7 @@ def train(
         evaluator = Evaluator(
             module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
-        score = evaluation.metric.score.on(evaluator.decides_on)
-        goal = Goal(score, evaluation.target, evaluation.average)
+        goal = Goal(evaluation.metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average)
         watched = _watched(sim, module, rounds, goal, description, options.folder, journal)
         loop = Loop(rounds, evaluation, options, watched)
         first = [state]  # handed over: it would stay in memory for the whole run
