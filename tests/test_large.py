@@ -1,6 +1,6 @@
 """Large models: what saves memory changes no bit."""
 
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_a_recurrence_in_pieces_is_the_recurrence(versions) -> None:
     vectors = [torch.tensor(values, dtype=torch.float32) for values in versions]
     whole = pieces = Recurrence.init(vectors[0])
     with pytest.MonkeyPatch.context() as patch:
-        for old, new in pairwise(vectors):
+        for old, new in itertools.pairwise(vectors):
             whole = whole.step(old, new)
             patch.setattr(recurrence, "PIECE", 3)
             pieces = pieces.step(old, new)

@@ -3,7 +3,8 @@
 import hashlib
 import tomllib
 from array import array
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,24 +83,24 @@ def train(
     description = describe(module, population, strategy, chosen, setting, options)
     with resources(), explained(model, population, setting), ExitStack() as held:
         core = _core(module, strategy, chosen, setting, description)
-        engine = held.enter_context(engine_of(core, module, population, setting, options))
-        sim, *first = _simulation(core, engine, population, setting, options)  # handed over: it would stay in memory
+        sim, state = held.enter_context(_simulation(core, module, population, setting, options))
         folder, journal = None, Journal()
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
             folder = RunFolder(options.folder, description, identity, sim.stores, options.checkpoints_kept)
-            held.enter_context(folder.locked(options.resume, first[0]))
+            held.enter_context(folder.locked(options.resume, state))
             journal = Journal(options.folder / JOURNAL)
-            first = [folder.open(first.pop(), journal)]
+            state = folder.open(state, journal)
         check_shapes(module, population, setting)
         totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, evaluation.metric.score)
         evaluator = Evaluator(
-            module, core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
+            module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
-        score = evaluation.metric.score.on(evaluator.decides_on)
-        goal = Goal(score, evaluation.target, evaluation.average)
+        goal = Goal(evaluation.metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average)
         watched = _watched(sim, module, rounds, goal, description, options.folder, journal)
         loop = Loop(rounds, evaluation, options, watched)
+        first = [state]  # handed over: it would stay in memory for the whole run
+        del state
         state = loop.run(_player(sim), sim, first.pop(), Records(journal, totals, folder), evaluator)
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
         if evaluation.clients:
@@ -159,12 +160,19 @@ def _player(sim: Simulation) -> Player:
     return play if isinstance(sim.engine, UploadingEngine) else player(sim.core.space.device)
 
 
+@contextmanager
 def _simulation(
-    core: Core, engine: Engine, population: Population, setting: Setting, options: Options
-) -> tuple[Simulation, State]:
+    core: Core, module: nn.Module, population: Population, setting: Setting, options: Options
+) -> Iterator[tuple[Simulation, State]]:
     """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
+    with engine_of(core, module, population, setting, options) as engine:
+        sim = _parts(core, engine, population, setting, options)
+        yield sim, start(core, sim.pool)
+
+
+def _parts(core: Core, engine: Engine, population: Population, setting: Setting, options: Options) -> Simulation:
     layout, device = core.layout, core.space.device
-    sim = Simulation(
+    return Simulation(
         core=core,
         pool=_pool(population, setting),
         devices=setting.devices,
@@ -181,7 +189,6 @@ def _simulation(
         ),
         arrivals=setting.arrivals,
     )
-    return sim, start(core, sim.pool)
 
 
 def _memories(setting: Setting, options: Options, layout: Layout) -> Residuals | None:
