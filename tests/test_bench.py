@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from federations import simulation
 from gluefl import GlueFL, Sticky
 from gluefl.cli import main
+from gluefl.experiments.bench import node
 from gluefl.experiments.bench.commands import STRATEGIES
 from gluefl.experiments.bench.profile import Marks, Stopwatch, idle_by_part, watched
 from gluefl.fleet import Fleet
@@ -100,3 +101,14 @@ def test_marks_are_seen_by_the_profiler() -> None:
         play(watched(sim, Marks()), state)
     names = {event.name for event in seen.events() if event.name.startswith("gluefl: ")}
     assert {"gluefl: training", "gluefl: packages", "gluefl: compression"} <= names
+
+
+@pytest.mark.usefixtures("all_cores")
+@pytest.mark.parametrize(("strategy", "density"), [("fedavg", 1.0), ("gluefl", 0.45), ("lean", 0.1)])
+def test_messages_of_a_client_are_measured(strategy, density) -> None:
+    row = node.row(20_000, strategy, density)
+    core = node.core_of(20_000, strategy)
+    shared = node.wire.Shared(core.strategy.mask(core.first[0], 1))
+    upload = node.upload(core, torch.randn(core.layout.size), shared)
+    assert row["upload_bytes"] == pytest.approx(len(upload), rel=0.01)  # positions of other values
+    assert row["package_bytes"] < (4 * density + 0.4) * core.layout.size + 1_000  # values, and positions as bitmaps

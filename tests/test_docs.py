@@ -51,6 +51,13 @@ def test_a_codec_of_its_own_sends_a_byte_per_value(own) -> None:
     assert own["quantised"].summary["mean_accuracy"] > 0.2
 
 
+def test_tutorial() -> None:
+    names = run("docs/tutorial.md")
+    plain, lean = (result.summary for result in names["results"].values())
+    assert lean["down_bytes"] * 10 < plain["down_bytes"] and lean["mean_accuracy"] > 0.1
+    assert names["own"].summary["mean_accuracy"] > 0.9
+
+
 def test_privacy_spends_something() -> None:
     names = run("docs/privacy.md")
     assert 4 < names["spent"] < 15  # one participation with noise 1 is 4.4; three are the most
