@@ -1,5 +1,7 @@
 """The documentation: it builds without a warning, and what its blocks say is what the program accepts."""
 
+import ast
+import importlib
 import re
 import shlex
 import tomllib
@@ -14,9 +16,9 @@ from test_docs import PAGES
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(?:\./dev )?(gluefl .*?)(?:\s{2,}#.*|\s#.*)?$", re.MULTILINE)
-# Blocks that are run elsewhere: by tests/test_docs.py, which runs whole pages.
-RUN_ELSEWHERE = {"README.md", "your-own-strategy.md", "privacy.md", "recipes.md", "tutorial.md", "data.md", "flower.md"}
-PARTIAL = ("[population]", "[strategy]", "[evaluation]", "[fleet]")  # blocks that show one table
+# Whole programs: tests/test_docs.py runs these pages. Other pages, and blocks marked py, show fragments, whose names
+# must exist.
+PROGRAMS = {"README.md", "your-own-strategy.md", "privacy.md", "recipes.md", "tutorial.md"}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -84,8 +86,14 @@ def test_commands_on_pages_parse(page, line, tmp_path, monkeypatch) -> None:
         pytest.fail(f"{page}: {line}: {error.format_message()}")
 
 
-def test_every_python_block_is_run_somewhere() -> None:
-    assert {page for page, _ in blocks("python")} <= RUN_ELSEWHERE
+@pytest.mark.parametrize(
+    ("page", "text"), [block for block in blocks("python") if block[0] not in PROGRAMS] + blocks("py")
+)
+def test_fragments_use_names_that_exist(page, text) -> None:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gluefl":
+            module = importlib.import_module(str(node.module))
+            assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]
 
 
 def test_the_catalogue_quotes_messages_of_the_program() -> None:
