@@ -90,7 +90,7 @@ def test_commands_on_pages_parse(page, line, tmp_path, monkeypatch) -> None:
     ("page", "text"), [block for block in blocks("python") if block[0] not in PROGRAMS] + blocks("py")
 )
 def test_fragments_use_names_that_exist(page, text) -> None:
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(text.replace("…", "..."))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gluefl":
             module = importlib.import_module(str(node.module))
             assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]

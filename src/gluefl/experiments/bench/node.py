@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gluefl import wire
 from gluefl.core.replica import Replica
 from gluefl.core.sampling import Uniform
 from gluefl.core.server import Core
-from gluefl.storage.checkpoint import write_tensors
 from gluefl.strategies import Space, Task
 from gluefl.strategies.registry import ROWS
 from gluefl.vectors.layout import Layout
@@ -123,13 +123,13 @@ def encoded(core: Core, head: wire.Header, body: wire.Body) -> bytes:
 def stored(core: Core, replica: Replica, path: Path) -> int:
     """The bytes of a replica on a client's disk."""
     tensors, codec = {"weights": replica.weights, "statistics": replica.statistics}, core.traits.package_codec
-    if isinstance(codec, wire.BodyCodec):  # what differs from version 0, as a package would bring it
+    if isinstance(codec, wire.BodyCodec) and core.origin is not None:  # what differs from version 0, as a package would bring it
         vector = torch.cat([replica.weights, replica.statistics])
         update = part_of(vector, Mask(vector != core.origin))
         shared = wire.Shared(core.space.mask(False))
         data = codec.encode(wire.Body(update, vector[:0], shared, True, codec, core.origin))
         tensors = {"cells": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
-    write_tensors(path, tensors, {})
+    save_file(tensors, path)
     return path.stat().st_size
 
 
