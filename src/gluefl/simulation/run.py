@@ -2,7 +2,8 @@
 
 import hashlib
 import tomllib
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,8 +82,7 @@ def train(
     description = describe(module, population, strategy, chosen, setting, options)
     with resources(), explained(model, population, setting), ExitStack() as held:
         core = _core(module, strategy, chosen, setting, description)
-        engine = held.enter_context(engine_of(core, module, population, setting, options))
-        sim, state = _simulation(core, engine, population, setting, options)
+        sim, state = held.enter_context(_simulation(core, module, population, setting, options))
         folder, journal = None, Journal()
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
@@ -158,12 +158,19 @@ def _player(sim: Simulation) -> Player:
     return play if isinstance(sim.engine, UploadingEngine) else player(sim.core.space.device)
 
 
+@contextmanager
 def _simulation(
-    core: Core, engine: Engine, population: Population, setting: Setting, options: Options
-) -> tuple[Simulation, State]:
+    core: Core, module: nn.Module, population: Population, setting: Setting, options: Options
+) -> Iterator[tuple[Simulation, State]]:
     """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
+    with engine_of(core, module, population, setting, options) as engine:
+        sim = _parts(core, engine, population, setting, options)
+        yield sim, start(core, sim.pool)
+
+
+def _parts(core: Core, engine: Engine, population: Population, setting: Setting, options: Options) -> Simulation:
     layout, device = core.layout, core.space.device
-    sim = Simulation(
+    return Simulation(
         core=core,
         pool=_pool(population, setting),
         devices=setting.devices,
@@ -180,7 +187,6 @@ def _simulation(
         ),
         arrivals=setting.arrivals,
     )
-    return sim, start(core, sim.pool)
 
 
 def _memories(setting: Setting, options: Options, layout: Layout) -> Residuals | None:
