@@ -95,11 +95,12 @@ def train(
         evaluator = Evaluator(
             module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
-        score = evaluation.metric.score.on(evaluator.decides_on)
-        goal = Goal(score, evaluation.target, evaluation.average)
+        goal = Goal(evaluation.metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average)
         watched = _watched(sim, module, rounds, goal, description, options.folder, journal)
         loop = Loop(rounds, evaluation, options, watched)
-        state = loop.run(_player(sim), sim, state, Records(journal, totals, folder), evaluator)
+        first = [state]  # handed over: it would stay in memory for the whole run
+        del state
+        state = loop.run(_player(sim), sim, first.pop(), Records(journal, totals, folder), evaluator)
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
