@@ -32,8 +32,8 @@ def recipe(tmp_path, monkeypatch):
     return run
 
 
-def test_recipes_have_at_most_forty_lines() -> None:
-    assert len(RECIPES) == PAGE.count("```python") >= 8
+def test_there_are_twelve_recipes_of_at_most_forty_lines() -> None:
+    assert len(RECIPES) == PAGE.count("```python") == 12
     assert max(len(text.splitlines()) for text in RECIPES.values()) <= MOST_LINES
 
 
@@ -59,6 +59,29 @@ def test_scaffold_sends_twice_the_bytes(recipe) -> None:
     sgd, scaffold = (results[name].summary for name in ("SGD", "SCAFFOLD"))
     assert 1.9 < scaffold["up_bytes"] / sgd["up_bytes"] < 2.1
     assert scaffold["mean_accuracy"] > sgd["mean_accuracy"]
+
+
+def test_regression_reaches_a_target_from_above(recipe) -> None:
+    summary = recipe("Regression")["result"].summary
+    assert summary["metric"] == "MAE" and summary["reached_round"] is not None and summary["mean_accuracy"] <= 0.6
+
+
+def test_text(recipe) -> None:
+    assert 1 < recipe("Text")["result"].summary["mean_accuracy"] < 3  # of 27 letters
+
+
+def test_dict_inputs(recipe) -> None:
+    names = recipe("Dict inputs")
+    assert names["result"].summary["mean_accuracy"] > 0.7 and len(names["answers"]) == 3
+
+
+def test_validation_and_early_stopping(recipe) -> None:
+    names = recipe("Validation and early stopping")
+    summary, best = names["result"].summary, names["best"].summary["best"]
+    values = {one["round"]: one["accuracy"] for one in names["result"].journal if one["accuracy"] is not None}
+    assert summary["stopped"] and summary["rounds"] < 100 and summary["evaluated_on"] == "validation"
+    assert best["value"] == max(values.values()) == values[best["round"]]
+    assert 0.4 < summary["test_accuracy"] < 1
 
 
 def test_accuracy_by_client(recipe) -> None:
