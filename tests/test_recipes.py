@@ -1,11 +1,13 @@
 """The recipes run as they are printed, and do what they say."""
 
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
+import gluefl
 from gluefl.errors import MissingExtra
 from stubs import ROOT
 
@@ -104,3 +106,10 @@ def test_tracking(recipe, tmp_path) -> None:
 
 def test_serving(recipe) -> None:
     assert recipe("Serving")["answer"] == 2
+
+
+@pytest.mark.parametrize("kind", [gluefl.Setting, gluefl.Evaluation, gluefl.Options], ids=lambda kind: kind.__name__)
+def test_every_field_is_in_the_reference(kind) -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## {kind.__name__}\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == [field.name for field in fields(kind)]

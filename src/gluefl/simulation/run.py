@@ -24,6 +24,7 @@ from gluefl.core.sampling import Pool, Sampler, Sticky, Uniform
 from gluefl.core.server import Core, State, start
 from gluefl.errors import DataError
 from gluefl.populations import Population
+from gluefl.populations.stored import described
 from gluefl.randomness import stream
 from gluefl.simulation.arguments import check_arguments, check_shapes, explained, load_weights
 from gluefl.simulation.channel import Encoded, Measured
@@ -96,12 +97,13 @@ def train(
         loop = Loop(rounds, evaluation, options, watched)
         state = loop.run(player(sim.core.space.device), sim, state, Records(journal, totals, folder), evaluator)
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
+        summary["transform"] = described(population)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
         named = sim.core.layout.state_dict(module, *state.model)
         if folder is not None:
             folder.finish(named, summary)
-    return Result(module.cpu().eval(), journal, summary, population, evaluation.metric)
+    return Result(module.cpu().eval(), journal, summary, population, evaluation.metric, description)
 
 
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
