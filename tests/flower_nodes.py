@@ -16,8 +16,9 @@ from gluefl.flower import GlueFLMod, GlueFLStrategy
 from gluefl.flower.node_store import NodeStore
 from stubs import dyadic, mlp
 
-# Flower's processes set this when they start; without it no message can be made.
-TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+if TaskIdentity._run_id is None:
+    # Flower's own processes set this before they import an app; without it no message can be made.
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 SAMPLER = Uniform(cohort=4)
 NORM = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
@@ -76,9 +77,10 @@ class Node:
         except Exception as error:  # Flower's SuperNode does the same
             return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
 
-    def store(self) -> NodeStore:
-        (run,) = (path for path in self.folder.iterdir() if path.is_dir())
-        return NodeStore(run / f"node-{self.place}")
+    def store(self, run: bytes | None = None) -> NodeStore:
+        """What it holds of a run; without one, of the only one."""
+        (folder,) = (path for path in self.folder.iterdir() if path.is_dir() and (not run or path.name == run.hex()))
+        return NodeStore(folder / f"node-{self.place}")
 
 
 class Grid:
@@ -144,7 +146,7 @@ def check_replicas(server, grid_nodes) -> list[int]:
     versions = []
     for node in grid_nodes:
         if node.folder.exists():
-            replica, _ = node.store().replica(server.strategy, server.session.core.origin)
+            replica, _ = node.store(server.session.core.run).replica(server.strategy, server.session.core.origin)
             assert replica.hash == server.session.hashes[replica.version]
             versions.append(replica.version)
     return versions

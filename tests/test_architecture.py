@@ -40,7 +40,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 CORNERS = {
     "flwr": ["flower/", "experiments/bench/peers.py"],  # a benchmark of a peer needs the peer
-    "ray": ["clients/"],
+    "ray": ["clients/remote/cluster.py"],
     "triton": ["accel/"],
     "matplotlib": ["experiments/report/"],
     "tensorboardX": ["watching/"],

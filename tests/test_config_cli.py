@@ -36,6 +36,11 @@ RUN_KEYS = [
     "download_s",
     "total_s",
     "mean_download_share",
+    "metric",
+    "higher_is_better",
+    "metric_format",
+    "evaluated_on",
+    "test_accuracy",
 ]
 
 

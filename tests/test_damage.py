@@ -370,6 +370,22 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one(tmp_path) -> None:
     assert totals.summary(7)["down_bytes"] == sum(0.1 * round for round in range(1, 301))
 
 
+def test_no_round_reads_the_journal(tmp_path, monkeypatch) -> None:
+    opened, stored = list[int](), Journal.stored
+
+    def counted(journal: Journal):
+        opened.append(len(rounds))
+        return stored(journal)
+
+    def callback(line, state) -> None:
+        rounds.append(line["round"])
+
+    rounds = list[int]()
+    monkeypatch.setattr(Journal, "stored", counted)
+    small_run(out=tmp_path / "run", rounds=8, target=0.99, evaluate_every=1, callbacks=[callback])
+    assert rounds == [*range(1, 9)] and 0 in opened and set(opened) <= {0, 8}
+
+
 # --- gluefl verify ----------------------------------------------------------------------------------------
 
 

@@ -276,6 +276,16 @@ def test_too_much_beside_the_upload_is_refused(tmp_path) -> None:
     assert fates(server, 1)[1] == "refused"
 
 
+def test_empty_texts_and_lists_beside_the_upload_are_no_reason_to_refuse_it(tmp_path) -> None:
+    def meddle(place, round, reply):
+        reply.content["notes"] = ConfigRecord({"text": "", "bytes": b"", "none": [], "names": ["a", ""]})
+        reply.content["metrics"] = MetricRecord({"num-examples": 1, "none": []})
+        return reply
+
+    server, _, _ = federation(tmp_path, meddle=meddle, rounds=1)
+    assert set(fates(server, 1).values()) == {"used"}
+
+
 def test_a_task_that_is_delivered_twice_leaves_the_residual_of_the_upload_that_was_used(tmp_path) -> None:
     grid_nodes = [Node(place, tmp_path / f"device-{place}") for place in range(4)]
     lost_replies, seen = [], {}

@@ -64,8 +64,9 @@ class Fails(Attack):
     """The reference: a node that is lost."""
 
     def meddle(self, round: int, reply: Message) -> Any:
-        if round not in ATTACKED:
-            return reply
+        return self.lost(reply) if round in ATTACKED else reply
+
+    def lost(self, reply: Message) -> Message:
         error = Message(Error(code=2, reason="lost"), reply_to=reply)
         error.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
         return error

@@ -73,10 +73,13 @@ def test_what_was_written_before_formats_had_a_number_has_the_first(tmp_path) ->
     assert torch.equal(weights_of(result.arrays), weights_of(expected.arrays))
 
 
-def test_a_parameter_of_the_strategy_that_a_node_does_not_know_is_named(tmp_path) -> None:
-    strategy = {"name": "gluefl", "momentum_of_next_year": 3}
+@pytest.mark.parametrize(
+    ("strategy", "unknown"),
+    [({"name": "gluefl", "momentum_of_next_year": 3}, "momentum_of_next_year"), ({"name": "next_year"}, "next_year")],
+)
+def test_a_strategy_or_parameter_that_a_node_does_not_know_is_named(tmp_path, strategy, unknown) -> None:
     grid_nodes = [Node(place, tmp_path / f"device-{place}") for place in range(3)]
     grid_nodes.append(Retold(3, tmp_path / "device-3", task={"strategy": strategy}))
     server, _, _ = federation(tmp_path, nodes=grid_nodes, rounds=1)
     why = incidents(server, 1)[0]["why"]
-    assert "momentum_of_next_year" in why and f"gluefl {__version__}" in why and "same version" in why
+    assert unknown in why and f"gluefl {__version__}" in why and "same version" in why

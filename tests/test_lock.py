@@ -15,6 +15,7 @@ from gluefl.cli import main
 from gluefl.errors import Damaged, GlueFLError
 from gluefl.storage import checkpoint
 from gluefl.storage.journal import read
+from gluefl.storage.sealed import unseal
 from runs import small_run
 from stubs import ROOT
 
@@ -148,6 +149,24 @@ def test_the_journal_of_a_server_is_durable_before_its_state(calls, tmp_path) ->
         last = calls.index(("replace", f"state-{round}.json"))
         before = calls[calls.index(("replace", f"state-{round - 1}.json")) : last]
         assert ("sync", "journal.jsonl") in before and calls[last + 1] == ("sync", "checkpoint")
+
+
+@on_linux
+def test_a_replica_is_durable_before_a_node_answers(calls, tmp_path) -> None:
+    federation(tmp_path, rounds=1)
+    at = calls.index(("replace", "replica.safetensors"))
+    assert calls[at - 1] == ("sync", "replica.safetensors.tmp") and calls[at + 1][0] == "sync"
+    assert calls[at + 1][1].startswith("node-")  # the folder
+
+
+def test_evaluations_of_rounds_that_are_played_again_are_written_once(tmp_path) -> None:
+    grid_nodes, evaluations = nodes_in(tmp_path), tmp_path / "run" / "evaluations.jsonl"
+    federation(tmp_path, nodes=grid_nodes, rounds=3, out=tmp_path / "run", fraction_evaluate=1.0)
+    for name in ("state-3.json", "state-3.safetensors"):  # the run goes back to round 2
+        (tmp_path / "run" / "checkpoint" / name).unlink()
+    evaluations.write_bytes(evaluations.read_bytes()[:-9])  # killed while it wrote
+    federation(tmp_path, nodes=grid_nodes, rounds=4, out=tmp_path / "run", fraction_evaluate=1.0)
+    assert [unseal(line)[0]["round"] for line in evaluations.read_bytes().splitlines(keepends=True)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["state-3.json", "state-3.safetensors"])

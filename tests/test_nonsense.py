@@ -275,7 +275,7 @@ SAMPLES = {
     "negative labels": "found -1 to 2",
     "labels as a column": "one whole number per sample",
     "labels as floats": "one whole number per sample",
-    "a dict": "inputs as one tensor with a row per sample; found a dict",
+    "a dict": "cannot be applied to inputs of {ids: torch.float32",
     "arrays": "found a ndarray",
     "a label too few": "a label per input",
     "other inputs": "cannot be applied to inputs of torch.float32",
@@ -306,7 +306,7 @@ MODELS = {
     "weights are torch.float16": lambda: mlp().half(),
     "weights are torch.bfloat16": lambda: mlp().bfloat16(),
     "cannot hold exactly": lambda: mlp().double(),
-    "the model's dict": lambda: Returns(lambda outputs: {"logits": outputs}),
+    "the model's {logits": lambda: Returns(lambda outputs: {"logits": outputs}),
     "the model's NoneType": lambda: Returns(lambda outputs: None),
     "it has no gradient": lambda: Returns(lambda outputs: outputs.detach()),
 }

@@ -1,6 +1,7 @@
 """The report: from journals of small real runs, whole and damaged, to a page that a browser opens without a word."""
 
 import csv
+import io
 import json
 import re
 import shutil
@@ -18,19 +19,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
 from browser import CHROMIUM, Page, browser
 from gluefl.cli import main
+from gluefl.experiments.commands import KEYS
+from gluefl.experiments.console import comparison_table
 from gluefl.experiments.report import page, plots
-from gluefl.experiments.report.comparison import Comparison, compare, palette, read
-from gluefl.experiments.report.figures import Axis, Figure, Series, figures, thinned
-from gluefl.experiments.report.headline import common_accuracy, differences, headline, headlines
+from gluefl.experiments.report.chart import Axis, Figure, Series, thinned
+from gluefl.experiments.report.comparison import Comparison, common_accuracy, compare, palette, read
+from gluefl.experiments.report.figures import figures
+from gluefl.experiments.report.headline import differences, headline, headlines
 from gluefl.experiments.report.live import serving
 from gluefl.experiments.runs import find, read_run
+from gluefl.experiments.units import times
 from runs import small_run
 
 TIMED = {"accuracy-time", "time"}
-ALWAYS = {"accuracy-download", "accuracy-rounds", "staleness", "returns", "turnover", "clients"}
+ALWAYS = {"front", "accuracy-download", "accuracy-rounds", "staleness", "returns", "turnover", "clients"}
 
 CONFIG = """
 rounds = 12
@@ -207,7 +215,7 @@ def test_a_run_made_in_python_is_read_too(tmp_path) -> None:
     comparison = only([tmp_path])
     (run,) = comparison.runs
     assert run.label == "gluefl" and run.finished and run.size("sticky_size") == 12 and not run.marks
-    assert {figure.key for figure in figures(comparison)} == ALWAYS
+    assert {figure.key for figure in figures(comparison)} == ALWAYS - {"front"}  # nobody to compare it with
     (tmp_path / "mine" / "config.toml").write_text("= nonsense")
     assert "config.toml cannot be read" in page.render([only([tmp_path])])
     (tmp_path / "mine" / "config.toml").unlink()
@@ -220,7 +228,9 @@ def test_a_run_made_in_python_is_read_too(tmp_path) -> None:
 def table_of(comparison: Comparison, target) -> dict[tuple[str, str], object]:
     table = headline(comparison, target)
     return {
-        (row.label, name.split()[0]): cell for row in table.rows for (name, _), cell in zip(table.columns, row.cells)
+        (row.label, name.split(" (")[0]): cell
+        for row in table.rows
+        for (name, _), cell in zip(table.columns, row.cells)
     }
 
 
@@ -229,14 +239,20 @@ def test_the_table_is_what_the_summaries_say(made) -> None:
     cells = table_of(comparison, None)
     volumes = {label: [r.summary["down_bytes"] for r in some] for label, some in comparison.variants.items()}
     for label, values in volumes.items():
-        cell = cells[label, "DV"]
+        cell = cells[label, "Download"]
         assert float(cell.text) == pytest.approx(statistics.fmean(values) / 1000, rel=0.01)
         assert float(cell.spread) == pytest.approx(statistics.stdev(values) / 1000, abs=0.06)
         ratio = statistics.fmean(values) / statistics.fmean(volumes["fedavg"])
-        assert cell.ratio == f"{ratio:.2f}×"
+        assert cell.ratio == ("" if label == "fedavg" else times(ratio))
         assert cell.best == (label == min(volumes, key=lambda one: statistics.fmean(volumes[one])))
-    assert {name for _, name in cells} == {"DV", "TV", "DT", "TT", "Rounds", "Accuracy", "Share"}
-    assert {name for _, name in table_of(untimed(comparison), 0.01)} == {"DV", "TV", "Rounds", "Accuracy", "Share"}
+    assert {name for _, name in cells} == {"Download", "Volume", "Time", "Download time", "Rounds", "Accuracy", "Share"}
+    assert {name for _, name in table_of(untimed(comparison), 0.01)} == {
+        "Download",
+        "Volume",
+        "Rounds",
+        "Accuracy",
+        "Share",
+    }
 
 
 def test_without_a_target_the_highest_common_accuracy_is_one(made) -> None:
@@ -256,7 +272,10 @@ def test_a_target_that_nobody_reached_is_said_so(made) -> None:
     table = headline(only([made]), 0.999)
     assert table.title == "After the last round: no run reached 99.9% accuracy" and "what was paid" in table.note
     costs = [
-        cell for row in table.rows for (name, _), cell in zip(table.columns, row.cells) if name[:2] in ("DV", "TT")
+        cell
+        for row in table.rows
+        for (name, _), cell in zip(table.columns, row.cells)
+        if name.split(" (")[0] in ("Download", "Time")
     ]
     assert costs and not any(cell.best or ">" in cell.text for cell in costs)
 
@@ -267,8 +286,66 @@ def test_a_run_that_missed_the_target_counts_as_at_least(made) -> None:
         replace(run, lines=[line | {"accuracy": 0.0} for line in run.lines]) for run in comparison.variants["gluefl"]
     ]
     cells = table_of(replace(comparison, variants=comparison.variants | {"gluefl": lost}), 0.05)
-    assert cells["gluefl", "DV"].text.startswith("> ") and cells["gluefl", "DV"].ratio.startswith("> ")
-    assert not cells["gluefl", "DV"].best and not cells["fedavg", "DV"].text.startswith(">")
+    assert cells["gluefl", "Download"].text.startswith("> ") and re.match("[≥≤] ", cells["gluefl", "Download"].ratio)
+    assert not cells["gluefl", "Download"].best and not cells["fedavg", "Download"].text.startswith(">")
+
+
+def test_the_finding_names_bytes_time_seeds_and_window(made) -> None:
+    comparison = only([made])
+    common = common_accuracy(comparison.runs)
+    means = {
+        label: statistics.fmean(run.at(common)["down_bytes"] for run in some)
+        for label, some in comparison.variants.items()
+    }
+    finding = headline(comparison, common).finding
+    assert "means over 2 seeds; accuracy: mean of the last 2 evaluations, 2 rounds" in finding
+    if means["gluefl"] < means["fedavg"]:
+        assert times(means["gluefl"] / means["fedavg"]) in finding and "of simulated time" in finding
+    else:
+        assert "No other strategy" in finding
+    single = replace(comparison, variants={label: some[:1] for label, some in comparison.variants.items()})
+    assert "one seed" in headline(single, common).finding
+
+
+def test_while_a_run_goes_on_nothing_is_the_best(made) -> None:
+    comparison = only([made])
+    first, second = comparison.variants["gluefl"]
+    going = replace(second, lines=second.lines[:4], finished=False)
+    running = replace(comparison, variants=comparison.variants | {"gluefl": [first, going]})
+    table = headline(running, comparison.aim)
+    assert table.title.startswith("So far: ") and table.finding.startswith("Not finished: gluefl.")
+    assert not any(cell.best for row in table.rows for cell in row.cells)
+    assert [row.seeds for row in table.rows] == [2, 1] and table.uneven  # no mean of an answer and a part of one
+    assert not {figure.key: figure for figure in figures(running)}["front"].front
+    alone = replace(comparison, variants={"gluefl": [going]})
+    assert not headline(alone, 0.999).finding and headline(alone, 0.999).title.startswith("So far: no run has")
+
+
+def test_the_table_of_a_terminal_fits_80_columns_and_names_no_target_that_nobody_reached(made) -> None:
+    rows = [
+        {"strategy": run.label, "seed": run.seed} | {key: run.at(target)[key] for key in KEYS}
+        for target in (0.01, 1.0)
+        for run in only([made]).runs
+        if run.seed == 1
+    ]
+    for kept, title in ((rows[:2], "To 1% accuracy"), (rows[2:], "After the last round: no run reached 100% accuracy")):
+        console = Console(width=200, file=io.StringIO(), record=True)
+        console.print(comparison_table(kept))
+        lines = console.export_text().splitlines()
+        assert lines[0].strip() == title and max(len(line.rstrip()) for line in lines) <= 80
+        assert any("*" in line for line in lines) == (kept == rows[2:])
+
+
+@given(st.floats(0.001, 1000), st.booleans())
+def test_a_ratio_in_words_is_the_ratio(ratio, at_least) -> None:
+    text = times(ratio, at_least)
+    number = re.search(r"[\d.]+(e[+-]\d+)?", text)
+    if number is None:
+        assert 0.98 <= ratio <= 1.02
+    else:
+        value = float(number[0])
+        assert (value if text.endswith("more") else 1 / value) == pytest.approx(ratio, rel=0.01)
+    assert text.startswith(("≥", "≤")) == (at_least and (number is not None or "≥" in text))
 
 
 def test_settings_that_differ_are_shown_and_no_others(made) -> None:
@@ -315,6 +392,30 @@ def test_figures_add_up_to_the_summaries(made) -> None:
     assert "gluefl replaces 1 of 8 sticky clients per round" in drawn["turnover"].caption
 
 
+def test_the_front_holds_what_nobody_beats(made) -> None:
+    comparison = only([made])
+    front = figures(comparison)[0]
+    assert front.key == "front" and "time until" in front.title
+    assert "rounds until" in figures(untimed(comparison))[0].title
+    points = {one.label: (one.x[0], one.y[0]) for one in front.series if one.kind == "mean"}
+    for label, some in comparison.variants.items():
+        costs = [run.at(comparison.aim) for run in some]
+        means = [statistics.fmean(cost[key] for cost in costs) for key in ("total_s", "down_bytes")]
+        assert points[label] == pytest.approx(means)
+        beaten = any(
+            all(a <= b for a, b in zip(other, points[label])) for name, other in points.items() if name != label
+        )
+        assert beaten == (label not in front.front)
+
+
+def test_bands_hold_every_seed(made) -> None:
+    drawn = {figure.key: figure for figure in figures(only([made]))}["accuracy-rounds"].series
+    for mean in (one for one in drawn if one.kind == "mean"):
+        seeds = [one.y for one in drawn if (one.label, one.kind) == (mean.label, "seed")]
+        assert mean.low == tuple(map(min, *seeds)) and mean.high == tuple(map(max, *seeds))
+        assert all(low <= y <= high for low, y, high in zip(mean.low, mean.y, mean.high))
+
+
 def test_untimed_runs_leave_out_the_figures_of_time(made) -> None:
     assert {figure.key for figure in figures(untimed(only([made])))} == ALWAYS
 
@@ -326,7 +427,7 @@ def test_journals_without_clients_leave_out_their_figures(made) -> None:
         for label, some in comparison.variants.items()
     }
     keys = {figure.key for figure in figures(replace(comparison, variants=bare))}
-    assert keys == {"accuracy-download", "accuracy-rounds"} | TIMED
+    assert keys == {"front", "accuracy-download", "accuracy-rounds"} | TIMED
 
 
 def test_thinning_keeps_the_ends_and_the_target() -> None:
@@ -390,7 +491,17 @@ def test_the_page_opens_in_a_browser(width, scheme, made, tab) -> None:
         tab.move(x, y)
         said = tab.run("document.querySelector('.tip')?.innerText ?? ''")
         assert re.search(r"(fedavg|gluefl)[\s\S]*\d", said), drawn[place]
-        assert tab.run("document.querySelector('.tip').getBoundingClientRect().right") <= right + 1
+        left, top, end = tab.run(
+            "(b => [b.left, b.top, b.right])(document.querySelector('.tip').getBoundingClientRect())"
+        )
+        field = tab.run(f"document.querySelectorAll('.plot svg')[{place}].getBoundingClientRect().bottom")
+        assert left >= 0 and end <= right + 1 and top >= field - 1  # it covers no line
+    named = "f => [...f.querySelectorAll('text.name')].map(text => text.textContent)"
+    names = tab.run(f"[...document.querySelectorAll('figure')].map({named})")
+    assert all({"fedavg", "gluefl"} <= set(found) for (key, _), found in zip(drawn, names) if key != "0-time")
+    wide = tab.run("document.querySelector('.table').classList.contains('more')")
+    assert wide == tab.run("(box => box.scrollWidth > box.clientWidth + 2)(document.querySelector('.scroll'))")
+    assert wide or width > 390
     tab.run("document.querySelector('.legend button').click()")
     assert tab.run("document.querySelectorAll('.legend button[aria-pressed=false]').length") == len(drawn) - 1
     assert tab.errors == []

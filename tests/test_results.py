@@ -163,7 +163,7 @@ def test_comparing_in_python_gives_the_table_of_the_command(tmp_path) -> None:
         ("lean", 1),
         ("lean", 2),
     ]
-    assert "To 50% accuracy" in text and "│ lean" in text and "lean" in compared._repr_html_()
+    assert "To 50% accuracy" in text and "\n lean" in text and "lean" in compared._repr_html_()
     runs = {path.name: read_run(path) for path in find([tmp_path / "runs"])}
     assert sorted(runs) == ["fedavg-1", "fedavg-2", "lean-1", "lean-2"]
     assert runs["lean-2"].summary["down_bytes"] == compared.results["lean"][1].summary["down_bytes"]

@@ -15,9 +15,10 @@ from gluefl import APF, STC, FedAvg, GlueFL, Lean
 from gluefl.core.optimizer import Server
 from gluefl.errors import GlueFLError
 from gluefl.strategies import Space, Task, Upload, weighted_sum
+from gluefl.strategies.compensation import compensate, remember
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.selection import count
-from gluefl.vectors.sparse import Listed, Masked, Sparse, nothing, whole
+from gluefl.vectors.sparse import Listed, Masked, Sparse, nothing, part_of, whole
 from stubs import dyadic
 
 SPACE = Space((37, 3, 60))
@@ -360,3 +361,26 @@ def test_a_server_that_does_nothing_changes_no_bit() -> None:
     update = Listed(torch.tensor([1, 3]), torch.tensor([0.1, -0.3]), 8)
     velocity, step = Server().step(None, update)
     assert velocity is None and torch.equal(step.values, update.values)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    form=st.sampled_from(["listed", "masked", "whole"]),
+    mode=st.sampled_from(["plain", "rescaled"]),
+    step=st.sampled_from([0.0, 0.25, 2.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_remember_keeps_what_a_rounded_upload_left_out(seed, form, mode, step) -> None:
+    """sent + residual == delta + old residual, exactly, where `sent` is what the server decodes."""
+    delta, old, weight = dyadic(SPACE.size, seed, 1), dyadic(SPACE.size, seed, 2), 0.25
+    compensated = compensate(delta, old, weight, mode)
+    mask = SPACE.mask(True) if form == "whole" else Mask(dyadic(SPACE.size, seed, 3) > 0)
+    values = (compensated / step).round() * step if step else compensated
+    sent = {"listed": part_of(values, mask), "masked": Masked(mask, values), "whole": whole(values)}[form]
+    residual = remember(compensated, sent, weight, mode)
+    assert residual is not None
+    scale = weight if mode == "rescaled" else 1.0
+    assert torch.equal(sent.dense() + residual / scale, delta + old / scale)
+    if not step:  # in float32, nothing is left at the positions that were sent
+        assert torch.equal(residual, scale * compensated.masked_fill(mask.bits, 0))
+    assert remember(compensated, sent, weight, "none") is None

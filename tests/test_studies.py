@@ -43,7 +43,7 @@ def tiny(**changes: Any) -> Choice:
 
 def test_every_table_and_figure_has_its_study() -> None:
     wanted = ["table2", "table3a", "table3b", "figure1", "figure2", *(f"figure{n}" for n in range(5, 12))]
-    assert names() == [*wanted, "ablation", "arrivals", "controls", "front", "lean"]
+    assert names() == [*wanted, "ablation", "arrivals", "controls", "front", "lean", "optimisers"]
 
 
 @pytest.mark.parametrize("scale", ["small", "paper"])

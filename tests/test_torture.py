@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -51,15 +52,38 @@ def test_another_exception_and_a_message_that_is_not_sound_are_seen(monkeypatch)
         header, _ = decode(data, expected)
         raise IndexError(header)
 
-    found, decode = mutation.seeds(), fuzz.wire.decode
-    name = "package-whole"
-    monkeypatch.setattr(fuzz, "sound", lambda body, expected: False)
-    counts = fuzz.fuzz({name: found[name]}, 60, seed=1)
-    assert any(outcome.startswith("wrong: package-whole") for outcome in counts)
-    monkeypatch.setattr(fuzz, "warm", lambda one: None)
-    monkeypatch.setattr(fuzz.wire, "decode", broken)
-    counts = fuzz.fuzz({name: found[name]}, 60, seed=1)
+    seed, decode = mutation.seeds()["package-whole"], mutation.wire.decode
+    monkeypatch.setattr(mutation.Seed, "is_sound", lambda seed, mutant: decode(mutant, seed.expected) is None)
+    counts = fuzz.fuzz({"a": seed}, 60, seed=1)
+    assert any(outcome.startswith("wrong: a is not sound") for outcome in counts)
+    monkeypatch.undo()
+    monkeypatch.setattr(mutation.wire, "decode", broken)
+    counts = fuzz.fuzz({"a": seed}, 60, seed=1)
     assert any("IndexError" in outcome for outcome in counts)
+
+
+def test_a_message_that_takes_too_long_is_seen(monkeypatch) -> None:
+    def endless(seed, mutant):
+        while True:
+            with suppress(Exception):  # as a reader that expects anything
+                sum(range(1000))
+
+    monkeypatch.setattr(fuzz, "LONGEST_S", 0.02)
+    monkeypatch.setattr(mutation.Seed, "is_sound", endless)
+    counts = fuzz.fuzz({"a": mutation.seeds()["package-whole"]}, 2, seed=1)
+    assert sum(count for outcome, count in counts.items() if "takes more than" in outcome) == 2
+
+
+def test_mutated_flower_records_are_read_or_refused() -> None:
+    pytest.importorskip("flwr")
+    import records
+
+    subjects = records.record_seeds()
+    for name, subject in subjects.items():
+        assert fuzz.read(name, subject, subject.whole) == "decoded"
+    counts = fuzz.fuzz(subjects, 400, seed=7)
+    assert counts["decoded"] + counts["refused"] == 400 and counts["decoded"] > 10
+    assert counts["format Flower tasks"] + counts["format Flower replies"] == 400
 
 
 def test_a_hostile_server_changes_nothing() -> None:

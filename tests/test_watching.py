@@ -243,6 +243,10 @@ def test_the_status_says_what_the_target_is_compared_with() -> None:
     status.add(line(2, None))
     status.add(line(3, 0.812))
     assert str(status) == "accuracy 81.2% (75.6 of 85%)  down 3 MB"
+    status.add(line(4, 0.9))
+    assert str(status) == "accuracy 90.0% (85.6 of 85%)  down 4 MB"
+    status.add(line(5, 0.7))  # a run that goes on after its target says when it was reached
+    assert str(status) == "accuracy 70.0% (85% in round 4)  down 5 MB"
     lower = Status(Goal(SCORES["perplexity"], 20.0))
     lower.add(line(1, 23.4567))
     assert str(lower) == "perplexity 23.46 of 20  down 1 MB"

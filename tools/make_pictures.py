@@ -1,10 +1,13 @@
-"""The pictures of docs/architecture.md (the packages with their imports, one round) and of docs/lean.md.
+"""The pictures of docs/architecture.md (the packages with their imports, one round), docs/lean.md and the README.
 
 python tools/make_pictures.py [FOLDER]      # docs/pictures by default; --png writes PNG files beside the SVG files
+
+gluefl demo --out runs/demo && python tools/make_pictures.py --demo runs/demo     # the README's, from runs of the demo
 """
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -241,14 +244,27 @@ def lean() -> plt.Figure:
     return figure
 
 
+def demo(runs: Path) -> plt.Figure:
+    """Accuracy against download in the runs of `gluefl demo`; on white, so that it is readable on a dark page too."""
+    from gluefl.experiments.report.comparison import palette, read
+    from gluefl.experiments.report.drawing import STYLE, draw
+    from gluefl.experiments.report.figures import accuracy_by_download
+
+    comparison = read([runs])[0]
+    with matplotlib.rc_context(STYLE | {"font.size": 10.5, "figure.facecolor": PAPER, "savefig.facecolor": PAPER}):
+        return draw(accuracy_by_download(comparison), palette(comparison.variants), size=(7.6, 3.7))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent.parent / "docs" / "pictures")
     parser.add_argument("--png", action="store_true")
+    parser.add_argument("--demo", type=Path, metavar="DIR", help="the folder of `gluefl demo`: draws only its picture")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(SETTINGS):
-        for name, draw in (("modules", modules), ("round", one_round), ("lean", lean)):
+        drawn = (("modules", modules), ("round", one_round), ("lean", lean))
+        for name, draw in (("demo", partial(demo, options.demo)),) if options.demo else drawn:
             figure = draw()
             figure.savefig(options.folder / f"{name}.svg", metadata={"Date": None})
             if options.png:

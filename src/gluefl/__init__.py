@@ -24,6 +24,7 @@ _HOMES = {
     "LocalAdam": "gluefl.clients.optimisers",
     "Scaffold": "gluefl.clients.optimisers",
     "Clipped": "gluefl.clients.optimisers",
+    "Falling": "gluefl.clients.schedules",
     "Metric": "gluefl.clients.metrics",
     "Evaluation": "gluefl.simulation.settings",
     "Options": "gluefl.simulation.settings",
@@ -42,6 +43,7 @@ _HOMES = {
     "TensorBoard": "gluefl.watching.tensorboard",
     "MLflow": "gluefl.watching.mlflow",
     "WandB": "gluefl.watching.wandb",
+    "from_dataset": "gluefl.populations.dataset",
     "compare": "gluefl.experiments.comparing",
     "load": "gluefl.simulation.loading",
     "train": "gluefl.simulation.run",
@@ -59,6 +61,7 @@ __all__ = [
     "Clipped",
     "EarlyStopping",
     "Evaluation",
+    "Falling",
     "FedAvg",
     "Fleet",
     "GlueFL",
@@ -83,6 +86,7 @@ __all__ = [
     "WandB",
     "Yogi",
     "compare",
+    "from_dataset",
     "load",
     "plan",
     "train",
@@ -92,6 +96,7 @@ if TYPE_CHECKING:
     from gluefl.clients.metrics import Metric
     from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
     from gluefl.clients.rules import LocalSGD, TorchOptimizer
+    from gluefl.clients.schedules import Falling
     from gluefl.core.averaging import Averaging
     from gluefl.core.optimizer import Adagrad, Adam, Server, Yogi
     from gluefl.core.sampling import Sticky, Uniform
@@ -99,6 +104,7 @@ if TYPE_CHECKING:
     from gluefl.experiments.theory.planning import plan
     from gluefl.fleet import Arrivals, Fleet, Instant
     from gluefl.populations import Samples
+    from gluefl.populations.dataset import from_dataset
     from gluefl.populations.held_out import HeldOut
     from gluefl.simulation.loading import load
     from gluefl.simulation.result import Result

@@ -1,11 +1,8 @@
 """The command line. Commands import what they need when they run, so that `gluefl --help` is fast."""
 
-import contextlib
 import errno
 import functools
-import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +11,12 @@ import click
 
 from gluefl import __version__
 from gluefl.errors import GlueFLError
+from gluefl.experiments import inspecting
 from gluefl.experiments.bench.commands import bench
 from gluefl.experiments.theory.commands import plan
 
+ENGINES = ("local", "processes", "ray")
+WHERE = "Where clients train: in this process, in one process per GPU or core, or on a Ray cluster."
 LARGE = "training.batch, evaluation.batch, sampling.cohort, population.clients or the model's size"
 
 
@@ -61,8 +61,8 @@ def main() -> None:
     """Bandwidth-efficient federated learning: FedAvg, STC, APF and GlueFL with true bytes."""
 
 
-main.add_command(bench)
-main.add_command(plan)
+for command in (bench, plan, *inspecting.COMMANDS):
+    main.add_command(command)
 
 
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,6 +79,9 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--skip-broken", is_flag=True, help="Leave out broken samples and count them."),
         click.option("--trainer", help="auto, loop, workers, dense or stacked."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output."),
+        click.option("--ray-address", help="A Ray cluster: auto, or HOST:6379. By default one is started here."),
+        click.option("--workers", type=click.IntRange(1), help="Of processes or ray; by default one per GPU or core."),
+        click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True, help=WHERE),
         click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, …"),
         click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a configuration key."),
         click.option("--out", type=click.Path(path_type=Path), help="Folder for the results."),
@@ -141,8 +144,15 @@ def demo(**options: Any) -> None:
     run_comparison(raw, "the demo", "demo", RunOptions(**options))
 
 
+def _studies(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """The studies, for the completion of a shell."""
+    from gluefl.experiments.studies import catalogue
+
+    return [name for name in catalogue.names() if name.startswith(incomplete)]
+
+
 @main.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=_studies)
 @click.option("--scale", type=click.Choice(["small", "paper"]), default="small", show_default=True)
 @click.option("--population", help="Another population than the generated one.")
 @click.option("--model", help="Another model.")
@@ -175,6 +185,9 @@ def study(
     out: Path | None,
     sets: tuple[str, ...],
     device: str,
+    engine: str,
+    workers: int | None,
+    ray_address: str | None,
     as_json: bool,
 ) -> None:
     """Repeat a table or figure of the paper; without a NAME, list them."""
@@ -186,89 +199,14 @@ def study(
         return
     chosen = catalogue.load(name)
     from gluefl.experiments import commands
-    from gluefl.experiments.processes import WorkerProcesses
     from gluefl.experiments.studies.conduct import conduct
 
     labels, numbers = tuple(only.split(",")) if only else (), tuple(commands.parse_seeds(seed, seeds))
     choice = catalogue.Choice(scale, population, model, rounds, sets, labels, numbers)
     out = out or commands.default_out(name, resume)
-    outcome = conduct(chosen, choice, out, WorkerProcesses(device, jobs), resume, reuse, at)
+    executor = commands.study_executor(commands.Place(device, engine, workers, ray_address), jobs)
+    outcome = conduct(chosen, choice, out, executor, resume, reuse, at)
     commands.show_study(outcome, out, as_json, markdown)
-
-
-@main.command()
-@click.argument("folders", nargs=-1, required=True, metavar="DIR…", type=click.Path(exists=True, path_type=Path))
-@click.option("--markdown", is_flag=True, help="Print the table as markdown.")
-def claims(folders: tuple[Path, ...], markdown: bool) -> None:
-    """What the studies in the given folders say of the claims of the paper, by their intervals over the seeds."""
-    from gluefl.experiments.console import console
-    from gluefl.experiments.studies import claims, pages
-
-    header, rows = claims.table(claims.results(folders))
-    if markdown:
-        click.echo(pages.markdown_table(header, rows))
-    else:
-        console().print(pages.plain_table(header, rows))
-
-
-@main.command()
-@click.argument("folders", nargs=-1, required=True, metavar="DIR…", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="The page to write; by default report.html.")
-@click.option("--figures", type=click.Path(path_type=Path), help="Folder for figures as SVG, PNG and CSV.")
-@click.option("--watch", is_flag=True, help="Serve the page on this machine and refresh it during the runs.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8321, show_default=True, help="For --watch; 0: any.")
-def report(folders: tuple[Path, ...], out: Path | None, figures: Path | None, watch: bool, port: int) -> None:
-    """One page of the runs in the given folders: tables, figures, configuration differences."""
-    from gluefl.experiments.report import live, page, plots
-
-    if figures is not None:
-        click.echo(f"Figures: {len(plots.write(folders, figures))} files in {figures}")
-    if out is not None or (figures is None and not watch):
-        click.echo(f"Report: {page.write(folders, out or Path('report.html'))}")
-    if watch:
-        with live.serving(folders, port) as address:
-            click.echo(f"Serving {address} until Ctrl-C")
-            with contextlib.suppress(KeyboardInterrupt):
-                while True:
-                    time.sleep(3600)
-
-
-@main.command()
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write, FILE.safetensors.")
-@click.option("--device", default="cpu", show_default=True, help="Where both models are evaluated: cpu, cuda, …")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
-def export(run: Path, out: Path, device: str, as_json: bool) -> None:
-    """Write the model that a run of lean published as small integers and scales, and evaluate it."""
-    from gluefl.experiments import export as exports
-
-    result = exports.export(run, out, device)
-    if as_json:
-        click.echo(json.dumps(result.as_json))
-        return
-    from gluefl.experiments.console import console
-
-    console().print(exports.export_table(result))
-
-
-@main.command()
-@click.argument("folders", nargs=-1, required=True, metavar="DIR…", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
-@click.pass_context
-def verify(ctx: click.Context, folders: tuple[Path, ...], as_json: bool) -> None:
-    """Read every file of the runs in the given folders and compare it with its checksum; exit code 1 if one differs."""
-    from gluefl.experiments import verify as verification
-    from gluefl.experiments.console import console
-
-    checks = verification.verify(folders)
-    damaged = sum(check.damage is not None for check in checks)
-    if as_json:
-        rows = [{"run": str(c.run), "file": c.file, "checked": c.checked, "damage": c.damage} for c in checks]
-        click.echo(json.dumps({"files": rows, "damaged": damaged}))
-    else:
-        console().print(verification.verification_table(checks))
-        click.echo(f"{len(checks)} checks, {damaged} damaged")
-    ctx.exit(1 if damaged else 0)
 
 
 if __name__ == "__main__":

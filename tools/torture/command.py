@@ -17,10 +17,19 @@ PARTS: dict[str, tuple[str, int, int, Part]] = {  # what is counted, long form, 
     "pairs": ("pairs of processes", 20, 4, lambda module, work, count, seed: module.run(work, count, seed)),
     "disks": ("disks and clocks of each kind", 20, 4, lambda module, work, count, seed: module.run(work, count, seed)),
     "fuzz": ("messages", 10**7, 10**4, lambda module, work, count, seed: module.run(count, seed)),
+    "guided": ("seconds of search", 300, 5, lambda module, work, count, seed: module.run(work, count, seed)),
     "hostile": ("federations", 60, 6, lambda module, work, count, seed: module.run(count, seed)),
+    "loopback": (
+        "rounds for each strategy",
+        100,
+        3,
+        lambda module, work, count, seed: module.run(work, count, seed),
+    ),
     "failures": ("seeds", 5, 1, lambda module, work, count, seed: module.run(count)),
     "rounds": ("rounds", 10**5, 2 * 10**4, lambda module, work, count, seed: module.run(work, count, seed)),
 }
+BEGINS, ENDS = "<!-- torture -->", "<!-- end of torture -->"
+HEADING = "| part | what it did and saw | wrong | seconds |"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--work", type=Path, help="keep folders and logs here")
     options.add_argument("--json", type=Path, help="write the counts to this file")
+    options.add_argument("--page", type=Path, help="write the counts into the table of this page: docs/promises.md")
     return options
 
 
@@ -54,6 +64,29 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def update_page(page: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace the rows of these parts in the table of a page; those of other parts stay."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGINS)
+    rows, _, after = rest.partition(ENDS)
+    kept = {name: row for row in rows.splitlines() for name in PARTS if row.startswith(f"| `{name}` ")}
+    kept |= {name: _row(name, counts) for name, counts in results.items()}
+    lines = [BEGINS, HEADING, "|---|---|---|---|", *(kept[name] for name in PARTS if name in kept), ENDS]
+    page.write_text(before + "\n".join(lines) + after, encoding="utf-8")
+
+
+def _row(name: str, counts: Mapping[str, Any]) -> str:
+    shown = "; ".join(f"{what}: {_text(value)}" for what, value in counts.items() if what not in ("wrong", "seconds"))
+    return f"| `{name}` | {shown} | {len(counts['wrong'])} | {counts['seconds']} |"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(count)}" for name, count in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
 def main() -> None:
     """Run the parts, print the table; exit status 1 if anything was wrong."""
     options = parser().parse_args()
@@ -72,5 +105,7 @@ def main() -> None:
     print(table(results))
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if options.page is not None:
+        update_page(options.page, results)
     if any(counts["wrong"] for counts in results.values()):
         sys.exit(f"torture: something was wrong; folders and logs are in {work}")

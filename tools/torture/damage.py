@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import Case, Ended, Process, cases
+from progress import Progress
 
 ROUNDS, EVERY = 9, 2
 
@@ -119,6 +120,7 @@ def run(work: Path, damages: int, seed: int) -> dict[str, Any]:
         if path.is_file()
     ]
     rng.shuffle(targets)
+    said = Progress("damage", damages)
     for number in range(damages):
         case, whole, name = targets[number % len(targets)]
         folder = Path(shutil.copytree(whole, work / "damaged"))
@@ -138,6 +140,7 @@ def run(work: Path, damages: int, seed: int) -> dict[str, Any]:
         if verified.status == 0:
             kinds[f"missed in {kind_of(name)}"] += 1
         shutil.rmtree(folder)
+        said.at(number + 1)
     wrong = [result for result in counts if result.startswith("wrong")]
     kept = {name: count for name, count in counts.items() if name not in wrong}
     return {"damages": damages, **kept, "files": dict(sorted(kinds.items())), "wrong": wrong}

@@ -16,6 +16,7 @@ from typing import Any
 
 from damage import EVERY, ROUNDS, stopped
 from processes import Case, Setup, cases
+from progress import Progress
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 TEN_YEARS_S = 10 * 365 * 86400
@@ -141,6 +142,7 @@ def run(work: Path, disks: int, seed: int) -> dict[str, Any]:
     """Each kind of trial this many times, over the strategies in turn."""
     trials, reason = Trials(work, seed), can_mount()
     wholes = [(case, stopped(case, work / f"{case.strategy}-killed")) for case in cases(work, ROUNDS, EVERY)]
+    said = Progress("disks", disks)
     for number in range(disks):
         case, whole = wholes[number % len(wholes)]
         if reason is None:
@@ -148,5 +150,6 @@ def run(work: Path, disks: int, seed: int) -> dict[str, Any]:
             trials.small_disk(case, whole, number, read_only=True)
         trials.short_files(case, whole, number)
         trials.clocks(case, whole, number)
+        said.at(number + 1)
     skipped = {"full and read-only disks": f"skipped: {reason}"} if reason else {}
     return {"trials": sum(trials.counts.values()), **trials.counts, **skipped, "wrong": trials.wrong}

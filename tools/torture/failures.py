@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from progress import Progress
 
 from gluefl import GlueFL, LocalSGD, Sticky, train
 from gluefl.fleet import Fleet
 from gluefl.models import build
 from gluefl.populations.glyphs import Glyphs
-from gluefl.simulation.settings import Evaluation, Setting
+from gluefl.simulation.settings import Evaluation, Options, Setting
 
 SHARE, ROUNDS, EVERY, LAST = 0.3, 150, 5, 5
 
 
-def play(seed: int, failure_share: float, rounds: int) -> tuple[float, list[dict[str, Any]]]:
+def play(seed: int, failure_share: float, rounds: int, said: Progress) -> tuple[float, list[dict[str, Any]]]:
     """Mean accuracy of the last evaluations, and the journal."""
+    runs = 2 * (seed - 1) + bool(failure_share)  # that were played before
     torch.manual_seed(seed)
     population = Glyphs(clients=200, difficulty=0.3, test_samples=1000)
     result = train(
@@ -34,6 +36,7 @@ def play(seed: int, failure_share: float, rounds: int) -> tuple[float, list[dict
             devices=Fleet("edge", "always", seed=seed, failure_share=failure_share),
             evaluation=Evaluation(every=EVERY),
         ),
+        options=Options(progress=False, callbacks=(lambda line, state: said.at(runs * rounds + line["round"]),)),
     )
     accuracies = [line["accuracy"] for line in result.journal if line["accuracy"] is not None]
     return statistics.fmean(accuracies[-LAST:]), result.journal
@@ -42,8 +45,9 @@ def play(seed: int, failure_share: float, rounds: int) -> tuple[float, list[dict
 def run(seeds: int, work: Path | None = None, rounds: int = ROUNDS) -> dict[str, Any]:
     """Means over seeds with and without failures; every loss is in the journal."""
     torch.set_num_threads(1)
-    whole = [play(seed, 0.0, rounds) for seed in range(1, seeds + 1)]
-    failing = [play(seed, SHARE, rounds) for seed in range(1, seeds + 1)]
+    said = Progress("failures", 2 * seeds * rounds)
+    pairs = [[play(seed, share, rounds, said) for share in (0.0, SHARE)] for seed in range(1, seeds + 1)]
+    whole, failing = ([pair[place] for pair in pairs] for place in (0, 1))
     lines = [line for _, journal in failing for line in journal]
     wrong = [
         f"round {line['round']}: {line['lost']} lost, {line['clients']['fate'].count('lost')} fates"

@@ -3,6 +3,8 @@
 `python tools/torture fuzz [--count 10000000]`
 """
 
+import ctypes
+import logging
 import random
 import resource
 import signal
@@ -10,102 +12,163 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
-from mutation import LARGE, Seed, large_seeds, mutant, seeds
+from mutation import LARGE, Seed, Subject, large_seeds, seeds
+from progress import Progress
 
-from gluefl import wire
 from gluefl.errors import WireError
 
-LONGEST_S = 5.0  # a message that takes longer is a hang
+LONGEST_S = 5.0  # of the processor; a message that takes twice that is a hang, whatever it does
 BUDGET_BYTES = 200 * 10**6
-LARGE_SHARE = 1 / 2000  # messages for a large model
+PIECE, LARGE_PIECE = 20_000, 50  # messages
+LARGE_SHARE = 1 / 5000  # messages for a large model
+RECORDS_SHARE = 1 / 100  # Flower records: reading one takes as long as reading several messages
 
 
-class Hang(Exception):
-    """A message took too long."""
+class Hang(BaseException):
+    """A message took too long. No decoder that expects exceptions catches it."""
 
 
-def _hangs(number: int, frame: Any) -> None:
-    raise Hang
+@dataclass
+class Watch:
+    """Raises `Hang` when the processor has worked on one message for too long: twice the same at a tick of a timer."""
+
+    number: int = -1  # of the message that is read
+    at_last_tick: int = -2
+
+    def __enter__(self) -> "Watch":
+        signal.signal(signal.SIGPROF, self.tick)
+        signal.setitimer(signal.ITIMER_PROF, LONGEST_S, LONGEST_S)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def tick(self, signal_number: int, frame: Any) -> None:
+        """Look which message is read."""
+        if self.number == self.at_last_tick:
+            raise Hang
+        self.at_last_tick = self.number
 
 
-def sound(body: wire.Body, expected: wire.Expected) -> bool:
-    """Whether positions lie in the model, ascend, and have a value each."""
-    positions, values = body.update.positions, body.update.values
-    if positions.numel() != values.numel() or values.dtype != torch.float32:
-        return False
-    if not positions.numel() or isinstance(expected.codec, wire.BodyCodec):
-        return True
-    return int(positions[0]) >= 0 and int(positions[-1]) < expected.size and bool((positions.diff() > 0).all())
+def forget_peak() -> None:
+    """Give back what was freed, and let the peak of memory be counted from now on, where the system can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes() -> int:
-    """The most memory that this process ever had."""
+    """The most memory that this process had."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def warm(one: Seed) -> None:
-    """Decode a message as it is: what is imported and cached then is not counted."""
-    wire.decode(one.data, one.expected)
+def read(name: str, subject: Subject, mutant: Any) -> str:
+    """What becomes of one mutant."""
+    try:
+        is_sound = subject.is_sound(mutant)
+    except WireError:
+        return "refused"
+    except Hang:
+        return f"wrong: {name} takes more than {LONGEST_S} s: {shown(mutant)}"
+    except Exception as error:
+        return f"wrong: {name} {error!r} {shown(mutant)} {traceback.format_exc(limit=-2)}"
+    return "decoded" if is_sound else f"wrong: {name} is not sound: {shown(mutant)}"
 
 
-def fuzz(found: Mapping[str, Seed], messages: int, seed: int) -> Counter[str]:
-    """Decode mutants of some seeds; counts of what became of them, and the errors in words."""
-    rng, counts, all_seeds = random.Random(seed), Counter[str](), list(found.values())  # noqa: S311 - mutations
-    chosen = [one for one in found.items() if one[1].data]
-    signal.signal(signal.SIGALRM, _hangs)
-    for _, one in chosen:
-        warm(one)
-    slowest_s, before = 0.0, peak_bytes()
-    for number in range(messages):
-        name, one = chosen[number % len(chosen)]
-        data = mutant(one, all_seeds, rng)
-        began = time.perf_counter()
-        signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
-        try:
-            _, body = wire.decode(data, one.expected)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            outcome = "decoded" if sound(body, one.expected) else f"wrong: {name} {data.hex()[:400]}"
-        except WireError:
-            outcome = "refused"
-        except Exception as error:
-            outcome = f"wrong: {name} {error!r} {data.hex()[:400]} {traceback.format_exc(limit=-2)}"
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        slowest_s = max(slowest_s, time.perf_counter() - began)
-        counts[outcome] += 1
+def is_wrong(outcome: str) -> bool:
+    """Whether it is neither decoded nor refused."""
+    return outcome.startswith("wrong")
+
+
+def shown(mutant: Any) -> str:
+    """A mutant for people."""
+    return mutant.hex()[:400] if isinstance(mutant, bytes) else repr(mutant)[:400]
+
+
+def fuzz(subjects: Mapping[str, Subject], messages: int, seed: int) -> Counter[str]:
+    """Read mutants of the subjects in turn; counts of what became of them, wrong ones in words."""
+    rng, counts = random.Random(seed), Counter[str]()  # noqa: S311 - mutations
+    others = [subject for subject in subjects.values() if isinstance(subject, Seed)]
+    chosen, slowest_s = list(subjects.items()), 0.0
+    with Watch() as watch:
+        for number in range(messages):
+            name, subject = chosen[number % len(chosen)]
+            mutant = subject.mutant(others, rng)
+            watch.number, began_s = number, time.process_time()
+            counts[read(name, subject, mutant)] += 1
+            slowest_s = max(slowest_s, time.process_time() - began_s)
+    for number, (_, subject) in enumerate(chosen):
+        counts[f"format {subject.format}"] += len(range(number, messages, len(chosen)))
     counts["messages"] += messages
     counts["slowest_ms"] = round(1000 * slowest_s)
+    return counts
+
+
+@cache
+def prepared(kind: str) -> tuple[dict[str, Subject], int]:
+    """The subjects of a process, each read once, and its peak of memory then: imports and caches are not counted."""
+    torch.set_num_threads(1)
+    subjects: dict[str, Subject] = {}
+    if kind == "records":
+        from records import record_seeds
+
+        logging.getLogger("flwr").setLevel(logging.ERROR)
+        subjects |= record_seeds()
+    else:
+        subjects |= large_seeds() if kind == "large" else seeds()
+    for name, subject in subjects.items():
+        if read(name, subject, subject.whole) != "decoded":
+            raise RuntimeError(f"{name} is not read as it is")
+    forget_peak()
+    return subjects, peak_bytes()
+
+
+def work(job: tuple[str, int, int]) -> Counter[str]:
+    """One piece, in a process that reads pieces of the same kind alone."""
+    kind, messages, seed = job
+    subjects, before = prepared(kind)
+    counts = fuzz(subjects, messages, seed)
     counts["peak_bytes"] = peak_bytes() - before
     return counts
 
 
-def _work(job: tuple[bool, int, int]) -> Counter[str]:
-    is_large, messages, seed = job
-    torch.set_num_threads(1)
-    found = large_seeds() if is_large else seeds()
-    return fuzz(found, messages, seed)
+def pieces(kind: str, messages: int, seed: int) -> list[tuple[str, int, int]]:
+    """Messages in pieces, each with a seed of its own."""
+    piece = LARGE_PIECE if kind == "large" else PIECE
+    starts = range(0, messages, piece)
+    return [(kind, min(piece, messages - start), 10**6 * seed + start // piece) for start in starts]
 
 
 def run(messages: int, seed: int, processes: int = 2) -> dict[str, Any]:
-    """Small and large models, in separate processes: each has a peak of its own."""
-    large = max(30, round(messages * LARGE_SHARE))
-    jobs = [(True, large, seed)] if messages > 10**4 else []
-    pieces = max(1, messages // 250_000)
-    jobs += [(False, messages // pieces, seed + 1 + piece) for piece in range(pieces)]
+    """Small models, Flower records and a large model, in separate processes: each kind has a peak of its own."""
+    records = round(messages * RECORDS_SHARE) if find_spec("flwr") else 0
+    large = max(30, round(messages * LARGE_SHARE)) if messages > 10**4 else 0
     totals, extremes = Counter[str](), {"slowest_ms": 0, "peak_bytes": 0}
-    with get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
-        for done, counts in enumerate(pool.imap_unordered(_work, jobs), 1):
-            for name in extremes:
-                extremes[name] = max(extremes[name], counts.pop(name))
-            totals.update(counts)
-            print(f"fuzz: {done} of {len(jobs)} pieces, {totals['messages']} messages, {extremes}", flush=True)
-    wrong = [outcome for outcome in totals if outcome.startswith("wrong")]
+    said = Progress("fuzz", messages)
+    for kind, count in (("small", messages - records - large), ("records", records), ("large", large)):
+        with get_context("spawn").Pool(1 if kind == "large" else processes) as pool:
+            said.at(totals["messages"], f"{kind} messages follow")
+            for counts in pool.imap_unordered(work, pieces(kind, count, seed)):
+                for name in extremes:
+                    extremes[name] = max(extremes[name], counts.pop(name))
+                totals.update(counts)
+                said.at(totals["messages"], f"{sum(map(is_wrong, totals))} wrong, {extremes}")
+    wrong = [outcome for outcome in totals if is_wrong(outcome)]
     if extremes["peak_bytes"] > BUDGET_BYTES:
         wrong.append(f"{extremes['peak_bytes']} bytes above the model's own, {BUDGET_BYTES} are allowed")
+    formats = {name.removeprefix("format "): count for name, count in totals.items() if name.startswith("format ")}
     counted = {name: totals[name] for name in ("messages", "decoded", "refused")}
-    large_messages = large if len(jobs) > pieces else 0
-    return {**counted, f"of them for {LARGE} weights": large_messages, **extremes, "wrong": wrong}
+    return {**counted, "formats": formats, f"of them for {LARGE} weights": large, **extremes, "wrong": wrong}

@@ -1,6 +1,6 @@
 """Hostile nodes and a hostile server, over a federation in this process: the tests of the guard, with other seeds.
 
-`python tools/torture hostile [--count 20]`. Every federation has the next node hostile and another seed.
+`python tools/torture hostile [--count 60]`. Every federation has the next node hostile and another seed.
 """
 
 import copy
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, Message
 from mutation import changed
+from progress import Progress
 
 import flower_nodes
 import test_flower_hostile as nodes
@@ -30,7 +31,7 @@ def model_of(result: Any) -> torch.Tensor:
     return torch.cat([array.reshape(-1).double() for array in result.arrays.to_torch_state_dict().values()])
 
 
-def hostile_nodes(seed: int, ways: list[tuple[str, str]], counts: Counter[str]) -> list[str]:
+def hostile_nodes(seed: int, ways: list[tuple[str, str]], counts: Counter[str], said: Progress) -> list[str]:
     """One node attacks in every way; what the tests check holds, whichever node and seed it is."""
     honest_run, nodes.HOSTILE, wrong = nodes.run, seed % 5, []
 
@@ -53,6 +54,7 @@ def hostile_nodes(seed: int, ways: list[tuple[str, str]], counts: Counter[str]) 
                 except Exception as error:
                     wrong.append(f"node {nodes.HOSTILE}, seed {seed}, {name}, {way}: {error!r:.300}")
                 counts["hostile nodes: federations"] += 1
+                said.at(counts["hostile nodes: federations"])
                 counts["hostile nodes: replies refused"] += len(nodes.ATTACKED)
     finally:
         nodes.run = honest_run
@@ -136,11 +138,13 @@ def run(federations: int, seed: int) -> dict[str, Any]:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     rng, counts, wrong = random.Random(seed), Counter[str](), list[str]()  # noqa: S311 - ways
     ways, number = list[tuple[str, str]](), 0
+    said = Progress("hostile", federations + max(1, federations // 4))
     while number < federations:
         ways = rng.sample(nodes.CASES, min(len(nodes.CASES), federations - number))
-        wrong += hostile_nodes(seed + number, ways, counts)
+        wrong += hostile_nodes(seed + number, ways, counts, said)
         number += len(ways)
-    names = sorted(nodes.STRATEGIES)
-    for number in range(max(1, federations // 4)):
+    names, servers = sorted(nodes.STRATEGIES), max(1, federations // 4)
+    for number in range(servers):
         wrong += hostile_server(seed + number, names[number % len(names)], 10, counts)
+        said.at(federations + number + 1)
     return {**{name: count for name, count in counts.items() if "wrong" not in name}, "wrong": wrong}

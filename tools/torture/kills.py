@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import Case, Setup, cases
+from progress import Progress
 
 CALLS = ("fsync", "replace", "truncate", "unlink", "write")
 MOST_STARTS = 400  # of one run; each gets further, unless it is killed before its first round
@@ -41,7 +42,7 @@ def _counted(function: Any, count: list[int], call: int, before: bool) -> Any:
     return counted
 
 
-def tormented(case: Case, out: Path, rng: random.Random, counts: Counter[str]) -> None:
+def tormented(case: Case, out: Path, rng: random.Random, counts: Counter[str], said: Progress) -> None:
     """One run, killed again and again until it ends."""
     for _ in range(MOST_STARTS):
         if rng.random() < 0.5:
@@ -54,7 +55,8 @@ def tormented(case: Case, out: Path, rng: random.Random, counts: Counter[str]) -
                 process.kill()
         counts["starts"] += 1
         if ended is None or ended.status == -signal.SIGKILL:
-            counts[kind] += 1
+            counts.update((kind, "kills"))
+            said.at(counts["kills"])
             counts["kills that left a half-written file"] += any(out.rglob("*.tmp"))
         elif ended.status:
             counts[f"wrong: {case.strategy} ended with {ended.status}: {ended.text[-500:]}"] += 1
@@ -70,13 +72,12 @@ def tormented(case: Case, out: Path, rng: random.Random, counts: Counter[str]) -
 def run(work: Path, kills: int, seed: int) -> dict[str, Any]:
     """Runs of the strategies in turn, until enough processes were killed."""
     rng, counts, all_cases = random.Random(seed), Counter[str](), cases(work)  # noqa: S311 - moments
-    number = 0
-    while counts["kills around a write"] + counts["kills at a random moment"] < kills:
+    number, said = 0, Progress("kills", kills)
+    while counts["kills"] < kills:
         case, out = all_cases[number % len(all_cases)], work / f"run-{number}"
-        tormented(case, out, rng, counts)
+        tormented(case, out, rng, counts, said)
         if case.is_right(out):
             shutil.rmtree(out)
         number += 1
     wrong = [name for name in counts if name.startswith("wrong")]
-    counts["kills"] = counts["kills around a write"] + counts["kills at a random moment"]
     return {**{name: count for name, count in counts.items() if name not in wrong}, "wrong": wrong}

@@ -5,7 +5,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,12 +24,63 @@ LARGE = 10**7  # weights of the model for which memory is measured
 NUMBERS = (0, 1, 2, 3, 7, 8, 39, 40, 41, 127, 128, 255, 256, 4000, 65535, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**63)
 
 
+FORMATS = {"float16": "half precision", "int": "block integers", "signs": "ternary", "": "masks and sparse float32"}
+
+
+class Subject(Protocol):
+    """Something that a process receives from another machine, and mutants of it."""
+
+    @property
+    def format(self) -> str:
+        """The format as which its messages are counted."""
+        ...
+
+    @property
+    def whole(self) -> Any:
+        """What was sent, without a change."""
+        ...
+
+    def mutant(self, others: "list[Seed]", rng: random.Random) -> Any:
+        """A changed copy."""
+        ...
+
+    def is_sound(self, mutant: Any) -> bool:
+        """Read a mutant; whether what was read is sound. Raises `WireError` for one that is refused."""
+        ...
+
+
 @dataclass(frozen=True)
 class Seed:
-    """A message that a receiver accepts, what it expects, and the length of the header."""
+    """A message that a receiver accepts, what it expects, and its format."""
 
     data: bytes
     expected: wire.Expected
+    format: str
+
+    @property
+    def whole(self) -> bytes:
+        """The message."""
+        return self.data
+
+    def mutant(self, others: "list[Seed]", rng: random.Random) -> bytes:
+        """A message with one to four changes; mostly of the body, with checksums that are right."""
+        where, (fields, body) = rng.random(), self.parts
+        if where < 0.1:
+            return changed(self.data, others, rng)
+        if where < 0.2:
+            return self.signed(changed(fields, others, rng)[: len(fields)].ljust(len(fields), b"\0"), body)
+        return self.signed(fields, changed(body, others, rng))
+
+    def is_sound(self, mutant: bytes) -> bool:
+        """Whether positions lie in the model, ascend, and have a value each."""
+        _, body = wire.decode(mutant, self.expected)
+        positions, values = body.update.positions, body.update.values
+        if positions.numel() != values.numel() or values.dtype != torch.float32:
+            return False
+        if not positions.numel() or self.is_compact:
+            return True
+        within = int(positions[0]) >= 0 and int(positions[-1]) < self.expected.size
+        return within and bool((positions.diff() > 0).all())
 
     @property
     def is_compact(self) -> bool:
@@ -55,15 +106,22 @@ class Seed:
 
 def seeds() -> dict[str, Seed]:
     """Golden files of both formats, and a message of every codec of values."""
-    found = {}
+    messages = {}
     for name, (body, _) in plain.EXAMPLES.items():
-        found[name] = Seed((plain.GOLDEN / f"{name}.bin").read_bytes(), plain.expected(body))
+        messages[name] = Seed((plain.GOLDEN / f"{name}.bin").read_bytes(), plain.expected(body), format_of(name))
     for name, (header, body) in lean.MESSAGES.items():
-        found[name] = Seed(lean.golden(name), lean.expected(header, body))
+        messages[name] = Seed(lean.golden(name), lean.expected(header, body), format_of(name))
     for name, body in coded_bodies().items():
         data = wire.encode(plain.header_of(body), wire.encode_body(body), body.update.size, 2, body.codec)
-        found[name] = Seed(data, replace(plain.expected(body), codec=body.codec))
-    return found
+        messages[name] = Seed(data, replace(plain.expected(body), codec=body.codec), format_of(name))
+    return messages
+
+
+def format_of(name: str) -> str:
+    """The format of a message by its name."""
+    if "lean" in name:
+        return "compact: rotated, 8-bit statistics" if "upload" in name else "compact: cells"
+    return next(format_ for part, format_ in FORMATS.items() if part in name)
 
 
 def coded_bodies() -> dict[str, wire.Body]:
@@ -91,30 +149,24 @@ def large_seeds() -> dict[str, Seed]:
     size = LARGE
     mask = Mask(torch.zeros(size, dtype=torch.bool).index_fill_(0, torch.arange(0, size, 10**4), True))
     vector = torch.zeros(size)
-    found = {}
+    messages = {}
     for name, sends_mask in (("large-package", True), ("large-upload", False)):
         body = wire.Body(part_of(vector, mask), torch.zeros(2), wire.Shared(mask), sends_mask)
-        found[name] = Seed(plain.encoded(body), plain.expected(body))
+        messages[name] = Seed(plain.encoded(body), plain.expected(body), format_of(name))
+    for name, codec in (("large-int8", BlockIntegers(8)), ("large-signs", Signs())):
+        update = Listed(mask.positions, torch.full((mask.count,), 0.5), size)
+        body = wire.Body(update, torch.zeros(2), wire.Shared(mask), True, codec)
+        data = wire.encode(plain.header_of(body), wire.encode_body(body), size, 2, codec)
+        messages[name] = Seed(data, replace(plain.expected(body), codec=codec), format_of(name))
     traits = lean.Lean().traits(lean.Space((size,)))
     update = Listed(mask.positions, torch.ones(mask.count), size)
     shared = wire.Shared(Mask.uniform(size, False, torch.device("cpu")))
     body = wire.Body(update, torch.zeros(0), shared, True, traits.package_codec)
     header = wire.Header(wire.PACKAGE, plain.RUN, plain.LAYOUT, 3, None, 2)
     data = wire.encode(header, wire.encode_body(body), size, 0, body.codec)
-    found["large-lean-package"] = Seed(
-        data, wire.Expected(plain.RUN, plain.LAYOUT, size, 0, wire.PACKAGE, None, body.codec)
-    )
-    return found
-
-
-def mutant(seed: Seed, others: list[Seed], rng: random.Random) -> bytes:
-    """A message with one to four changes; mostly of the body, with checksums that are right."""
-    where, (fields, body) = rng.random(), seed.parts
-    if where < 0.1:
-        return changed(seed.data, others, rng)
-    if where < 0.2:
-        return seed.signed(changed(fields, others, rng)[: len(fields)].ljust(len(fields), b"\0"), body)
-    return seed.signed(fields, changed(body, others, rng))
+    expected = wire.Expected(plain.RUN, plain.LAYOUT, size, 0, wire.PACKAGE, None, body.codec)
+    messages["large-lean-package"] = Seed(data, expected, format_of("lean-package"))
+    return messages
 
 
 def changed(data: bytes, others: list[Seed], rng: random.Random) -> bytes:

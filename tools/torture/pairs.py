@@ -12,6 +12,7 @@ from typing import Any
 
 from damage import EVERY, ROUNDS, stopped
 from processes import cases
+from progress import Progress
 
 LOCKED = "another process is writing"
 
@@ -20,7 +21,7 @@ def run(work: Path, pairs: int, seed: int) -> dict[str, Any]:
     """Pairs over the strategies in turn."""
     rng, counts = random.Random(seed), Counter[str]()  # noqa: S311 - moments
     wholes = [(case, stopped(case, work / f"{case.strategy}-killed")) for case in cases(work, ROUNDS, EVERY)]
-    wrong = []
+    wrong, said = [], Progress("pairs", pairs)
     for number in range(pairs):
         case, whole = wholes[number % len(wholes)]
         folder = Path(shutil.copytree(whole, work / f"pair-{number}"))
@@ -40,4 +41,5 @@ def run(work: Path, pairs: int, seed: int) -> dict[str, Any]:
             wrong.append(f"{case.strategy}: another result in {folder}")
         else:
             shutil.rmtree(folder)
+        said.at(number + 1)
     return {"pairs": pairs, **counts, "wrong": wrong}

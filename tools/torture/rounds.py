@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from progress import Progress
 from torch import Tensor, nn
 
 from gluefl import GlueFL, LocalSGD, Sticky, train
@@ -50,11 +51,13 @@ class Few:
 class Clockwork:
     """A callback that writes down time and memory every thousand rounds."""
 
+    said: Progress
     began_s: float = field(default_factory=time.process_time)
     blocks: list[tuple[float, int]] = field(default_factory=list)  # milliseconds of the processor, bytes of memory
 
     def __call__(self, line: dict[str, Any], state: Any) -> None:
         """One round more."""
+        self.said.at(line["round"])
         if line["round"] % BLOCK == 0:
             now_s = time.process_time()  # other programs of the machine do not count
             self.blocks.append((1000 * (now_s - self.began_s) / BLOCK, resident_bytes()))
@@ -85,7 +88,7 @@ def play(folder: Path, rounds: int) -> list[tuple[float, int]]:
     """Milliseconds a round and bytes of memory, by thousands of rounds."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    clockwork = Clockwork()
+    clockwork = Clockwork(Progress("rounds", rounds))
     train(
         nn.Linear(4, 2),
         Few(),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gluefl.clients.precision import Precision, precision_of
 from gluefl.clients.rules import Context, Final, LocalSGD, Rule, Schedule
 from gluefl.parameters import Decay, Has, NonNegative, Positive, Share, checked
 
@@ -78,6 +79,8 @@ class Scaffold(Schedule):
         """The difference, the new c_i, and this client's part of the new c."""
         (own, shared), delta = _both(context), weights - context.start
         change = -shared - delta / (steps * context.lr)
+        if context.frozen is not None:  # a coordinate that did not move says nothing about its gradient
+            change = change.masked_fill(context.frozen, 0)
         return Final(delta, own + change, shared + self.share * change)
 
 
@@ -107,6 +110,11 @@ class Clipped:
     def batch(self) -> int:
         """Samples of one step."""
         return self.rule.batch
+
+    @property
+    def precision(self) -> Precision | None:
+        """Of products."""
+        return precision_of(self.rule)
 
     def rate(self, round: int) -> float:
         """The learning rate of a round."""

@@ -16,6 +16,7 @@ A rule of one's own inherits the schedule's fields and adds the three functions:
 ...         return Final(weights - context.start)
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gluefl.clients.precision import Precision
 from gluefl.errors import UsageError
 from gluefl.parameters import Count, Decay, NonNegative, Positive, Share, check_inherited, checked
 
@@ -111,6 +113,7 @@ class Schedule:
     lr_decay_every: Count = field(default=10, kw_only=True)
     lr_min: NonNegative = field(default=0.0, kw_only=True)
     schedule: Callable[[int], float] | None = field(default=None, kw_only=True)  # γ by round, instead of lr and decay
+    precision: Precision | None = field(default=None, kw_only=True)  # of products; None is float32
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
@@ -193,6 +196,36 @@ class TorchOptimizer(Schedule):
     """
 
     factory: Callable[[list[nn.Parameter], float], torch.optim.Optimizer] = field(kw_only=True)  # (parameters, lr) →
+
+    def build(self, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        """The optimiser of a client's round."""
+        name = getattr(self.factory, "__name__", type(self.factory).__name__)
+        try:
+            optimizer: object = self.factory(parameters, lr)
+        except Exception as error:
+            raise UsageError(
+                f"factory = {name} cannot be called with a list of parameters and the learning rate: {error}"
+            ) from error
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            found = type(optimizer).__name__
+            raise UsageError(f"factory = {name} returned a {found}: it must return an optimiser of torch.optim.")
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{type(optimizer).__name__} evaluates the loss several times in a step, by a closure, and a client "
+                "gives it one gradient per batch: choose an optimiser whose step needs no closure."
+            )
+        return optimizer
+
+    def move(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step with the gradients that the parameters have."""
+        try:
+            optimizer.step()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            kind = type(optimizer).__name__
+            raise UsageError(f"{kind} cannot train this model: {error}. Choose another optimiser.") from error
 
 
 LocalRule = Rule | TorchOptimizer

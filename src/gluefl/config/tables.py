@@ -11,12 +11,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from gluefl.clients.losses import LOSSES
 from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
 from gluefl.clients.rules import LocalRule, LocalSGD, Schedule
+from gluefl.clients.schedules import Falling, Shape
 from gluefl.clients.trainers.choice import TRAINERS
 from gluefl.core import optimizer
 from gluefl.core.sampling import Sampler, Sticky, Uniform
 from gluefl.fleet import devices
 from gluefl.parameters import (
+    Count,
     Decay,
+    NonNegativeCount,
     OneOf,
     ParameterError,
     Parameters,
@@ -53,6 +56,9 @@ Training = _table(
     rule=(Annotated[str, OneOf(tuple(RULES))], "sgd"),
     **SCHEDULE,
     **{key: (kind | None, None) for key, kind in OWN.items()},  # those of the rule, with its defaults
+    schedule=(Shape | None, None),  # of the learning rate by round, instead of lr_decay
+    schedule_rounds=(Count | None, None),
+    warmup=(NonNegativeCount | None, None),
     loss=(Annotated[str, OneOf(tuple(LOSSES))] | None, None),  # cross_entropy
     clip_norm=(Positive | None, None),  # of gradients
     trainer=(Annotated[str, OneOf(TRAINERS)], "auto"),
@@ -116,6 +122,7 @@ def training(raw: Any) -> Any:
     kind = RULES[table.rule]
     own = [key for key in declarations(kind) if key in OWN]
     _refuse_foreign("training", table.rule, OWN, own, table)
+    _schedule(table)
     built = local_rule(table, share=1.0)
     rule = built.rule if isinstance(built, Clipped) else built
     return table.model_copy(update={key: getattr(rule, key) for key in own})
@@ -125,9 +132,28 @@ def local_rule(training: Any, share: float) -> LocalRule:
     """The rule of a validated `[training]`; a round uses this share of the clients."""
     kind = RULES[training.rule]
     values = {key: getattr(training, key, None) for key in declarations(kind)} | {"share": share}
+    values["schedule"] = _schedule(training)
     given = {key: values[key] for key in declarations(kind) if values[key] is not None}
     rule = kind(**given)
     return rule if training.clip_norm is None else Clipped(rule, norm=training.clip_norm)
+
+
+def _schedule(training: Any) -> Falling | None:
+    """The schedule of a `[training]`."""
+    problems = []
+    if training.schedule is None:
+        if idle := [key for key in ("schedule_rounds", "warmup") if getattr(training, key) is not None]:
+            problems.append(f"{idle[0]} needs a schedule: cosine or linear")
+    else:
+        if training.schedule_rounds is None:
+            problems.append("schedule needs schedule_rounds, the round up to which the learning rate falls")
+        if training.lr_decay != SCHEDULE["lr_decay"][1]:
+            problems.append("give schedule or lr_decay, not both")
+    if problems:
+        raise ParameterError("training", [Problem("", problem) for problem in problems])
+    if training.schedule is None:
+        return None
+    return Falling(training.schedule, training.lr, training.schedule_rounds, training.warmup or 0, training.lr_min)
 
 
 def _refuse_foreign(table: str, name: str, known: Iterable[str], own: Collection[str], values: Any) -> None:
@@ -260,8 +286,9 @@ def _validated(table: type[Parameters], raw: Any, *kinds: type) -> Any:
     values = {name: given.get(name, field.default) for name, field in table.model_fields.items()}
     for kind in kinds:
         try:
-            built = kind(**{name: values[name] for name in declarations(kind) if name in values})
-            changes |= {name: getattr(built, name) for name in declarations(kind) if name in values}
+            names = [name for name in declarations(kind) if name in values and name not in IN_PYTHON]
+            built = kind(**{name: values[name] for name in names})
+            changes |= {name: getattr(built, name) for name in names}
         except ParameterError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:

@@ -8,8 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from gluefl.errors import UsageError
 from gluefl.parameters import Decay, Positive, checked
-from gluefl.strategies import Space
+from gluefl.strategies import Space, Strategy
 from gluefl.vectors.sparse import Masked, Sparse
 
 Adaptivity = Annotated[float, Field(gt=0, le=1e18)]  # τ; its square must fit into float32
@@ -27,6 +28,40 @@ class Optimizer(Protocol):
     def step(self, state: Any, update: Sparse) -> tuple[Any, Sparse]:
         """The next state, and the update to use instead, on the same positions."""
         ...
+
+
+def move(optimizer: Optimizer, state: Any, update: Sparse) -> tuple[Any, Sparse]:
+    """A step of any optimiser; refuses one that moves other positions than the strategy chose."""
+    state, stepped = optimizer.step(state, update)
+    if not _same_positions(stepped, update):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step returned {stepped.count} positions where the strategy chose "
+            f"{update.count} of {update.size}: a dense momentum would undo a sparse update. Return values at the "
+            "positions that it is given, update.with_values(…), or choose lean, whose latent weights keep the momentum."
+        )
+    return state, stepped
+
+
+def check_memory(optimizer: Optimizer, strategy: Strategy, space: Space) -> None:
+    """Refuse an optimiser with momentum or moments where they would act before the selection of what is published."""
+    if strategy.traits(space).optimizer_may_remember or optimizer.init(space) is None:
+        return
+    raise UsageError(
+        f"{type(optimizer).__name__} keeps a momentum or moments of every coordinate, and {type(strategy).__name__} "
+        "lets an optimiser act before it selects what is published: the steps of all other coordinates would be lost. "
+        "Choose float32 packages, where it acts on the published positions, FedAvg, or lean, whose latent weights "
+        "keep them."
+    )
+
+
+def _same_positions(one: Sparse, other: Sparse) -> bool:
+    if one.size != other.size:
+        return False
+    if one.is_whole and other.is_whole:
+        return True
+    if isinstance(one, Masked) and isinstance(other, Masked):  # listing positions would synchronise with a GPU
+        return one.mask is other.mask or torch.equal(one.mask.bits, other.mask.bits)
+    return one.positions is other.positions or torch.equal(one.positions, other.positions)
 
 
 @checked

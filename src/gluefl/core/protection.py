@@ -9,8 +9,7 @@ from torch import Tensor
 from gluefl import wire
 from gluefl.core.guard import EXAMPLES, UPDATE, Claim, claim_of_examples
 from gluefl.core.server import Aggregate, Core, State
-from gluefl.strategies import Statistic, Upload
-from gluefl.strategies.lean import Lean
+from gluefl.strategies import MeasuresUploads, Statistic, Upload
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import part_of
 
@@ -57,11 +56,11 @@ def returned(core: Core, state: State, good: State) -> Aggregate:
 def _measured(core: Core, state: State, upload: Upload, round: int) -> tuple[float, Tensor, bool]:
     """The length of the update, the statistics after it, and whether these are exact."""
     strategy, size = core.strategy, core.space.size
-    if not isinstance(core.traits.upload_codec, wire.BodyCodec):  # a rotated update is as long as the update
+    if not isinstance(core.traits.upload_codec, wire.BodyCodec):
         return _length(upload.update.values), upload.statistics, True
-    if isinstance(strategy, Lean):
-        sent, codes = upload.update.values, strategy.rotated.size(size)
-        return strategy.rotated.length(sent[:codes], size), state.statistics + sent[codes:], False
+    if isinstance(strategy, MeasuresUploads):
+        length, change = strategy.measured(upload.update.values, core.space)
+        return length, state.statistics + change, False
     total = strategy.combine(state.strategy, [replace(upload, weight=1.0)], round)
     everything = core.traits.covers == "everything"
     after = state.statistics + total[size:] if everything else upload.statistics

@@ -48,6 +48,7 @@ class Played:
     update: Sparse
     arrivals: Arrivals = Arrivals()  # noqa: RUF009 - frozen
     timed: bool = True  # whether the seconds of the trips mean anything
+    notes: Sequence[str] = ()  # of who carried the round out
 
     @cached_property
     def last(self) -> Trip | None:
@@ -151,7 +152,7 @@ def _notes(core: Core, state: State, played: Played) -> list[str]:
         notes.append(f"fewer arrivals than the quota ({short}): the weights are those of the actual counts")
     if used and not all(arrived.values()):
         notes.append("a whole group is missing: this update is biased")
-    return notes
+    return [*notes, *played.notes]
 
 
 def _authors(core: Core, played: Played) -> dict[str, int]:

@@ -15,7 +15,7 @@ from gluefl import wire
 from gluefl.core.averaging import Average, Averaging
 from gluefl.core.guard import Guard
 from gluefl.core.ledger import Ledger
-from gluefl.core.optimizer import Optimizer, Server
+from gluefl.core.optimizer import Optimizer, Server, check_memory, move
 from gluefl.core.recurrence import Recurrence
 from gluefl.core.register import MOST_CLIENTS
 from gluefl.core.sampling import Group, Pool, Sampler
@@ -59,6 +59,7 @@ class Core:
                 f"{type(self.strategy).__name__} is no strategy: it has no {', '.join(missing)}. "
                 "docs/your-own-strategy.md shows what a strategy needs."
             )
+        check_memory(self.optimizer, self.strategy, self.space)
         for hook in self.hooks:
             if hasattr(hook, "check"):  # a hook that does not go with every strategy
                 hook.check(self.strategy, self.space)
@@ -238,12 +239,12 @@ def _update(core: Core, state: State, uploads: Sequence[Upload], round: int) -> 
     total, statistics = total[: core.space.size], total[core.space.size :]
     total = hooked_sum(core.hooks, total, uploads, round)
     if core.traits.optimizer_acts_on == "sum":
-        optimizer, stepped = core.optimizer.step(optimizer, whole(total))
+        optimizer, stepped = move(core.optimizer, optimizer, whole(total))
         total = stepped.dense()
     total = core.traits.vector(total, statistics)
     strategy, update = core.strategy.aggregate(state.strategy, total, round)
     if core.traits.optimizer_acts_on == "update":
-        optimizer, update = core.optimizer.step(optimizer, update)
+        optimizer, update = move(core.optimizer, optimizer, update)
     return strategy, optimizer, update
 
 

@@ -12,10 +12,12 @@ import click
 
 from gluefl.config import validated, variants, with_sets
 from gluefl.errors import Diverged, UsageError
+from gluefl.experiments.cluster import ClusterRuns
 from gluefl.experiments.console import comparison_table, console
 from gluefl.experiments.grid import RunSpec, expand
+from gluefl.experiments.processes import WorkerProcesses
 from gluefl.experiments.report import page
-from gluefl.experiments.runner import ThisProcess, execute
+from gluefl.experiments.runner import Executor, ThisProcess, execute
 from gluefl.experiments.runs import FAILURE, NAMED, find, read_run
 from gluefl.experiments.studies import pages
 from gluefl.experiments.studies.conduct import Outcome
@@ -40,17 +42,41 @@ KEYS = (
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a run is carried out: device, engine and its workers."""
+
+    device: str = "cpu"
+    engine: str = "local"
+    workers: int | None = None
+    ray_address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.engine == "local":
+            raise UsageError(f"--workers {self.workers}: give --engine processes or --engine ray with it.")
+        if self.ray_address is not None and self.engine != "ray":
+            raise UsageError(f"--ray-address {self.ray_address}: give --engine ray with it.")
+
+
+@dataclass(frozen=True)
 class RunOptions:
     """The options that `run`, `compare` and `demo` share."""
 
     out: Path | None
     sets: tuple[str, ...]
     device: str
+    engine: str
+    workers: int | None
+    ray_address: str | None
     as_json: bool
     track: tuple[str, ...]
     resume: bool
     seed: int | None
     seeds: str | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where the runs are carried out."""
+        return Place(self.device, self.engine, self.workers, self.ray_address)
 
     def configuration(self, raw: dict[str, Any]) -> dict[str, Any]:
         """A configuration with the overrides of `--set` and `--seed`."""
@@ -119,8 +145,30 @@ def trackers(names: Sequence[str]) -> tuple[Any, ...]:
     return tuple(module.TRACKER() for module in modules)
 
 
+def study_executor(place: Place, jobs: int | None) -> Executor:
+    """Runs at a time in processes of this machine, or spread over a Ray cluster."""
+    if place.engine == "ray":
+        return ClusterRuns(place.device, jobs or place.workers, place.ray_address)
+    if place.engine == "processes" and None not in (jobs, place.workers):
+        raise UsageError(f"--jobs {jobs} and --workers {place.workers}: a study runs one process per run; give --jobs.")
+    return WorkerProcesses(place.device, jobs or place.workers)
+
+
+def _executor(count: int, options: RunOptions) -> Executor:
+    """One run after the other, each on the engine; several runs on a cluster at the same time."""
+    place = options.place
+    if place.engine == "ray" and count > 1:
+        if options.track:
+            raise UsageError(
+                f"--track {', '.join(options.track)}: runs that a cluster carries out at the same time have no tracker."
+            )
+        return ClusterRuns(place.device, place.workers, place.ray_address)
+    carried_out = {"engine": place.engine, "workers": place.workers, "ray_address": place.ray_address}
+    return ThisProcess(place.device, trackers(options.track), carried_out)
+
+
 def _run(specs: Sequence[RunSpec], out: Path, options: RunOptions) -> None:
-    execute(specs, ThisProcess(options.device, trackers(options.track)), options.resume)
+    execute(specs, _executor(len(specs), options), options.resume)
     rows = _rows(specs)
     if options.as_json:
         click.echo(json.dumps({"runs": rows}))

@@ -5,10 +5,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from gluefl.experiments.doctor import Finding
 from gluefl.experiments.theory.planning import Plan
+from gluefl.experiments.units import TIMES, VOLUMES, places
+from gluefl.experiments.units import unit as common_unit
 from gluefl.experiments.windows import remark, window
 from gluefl.scores import Score
 from gluefl.watching.status import percent as percent
@@ -28,32 +33,38 @@ def duration(seconds: float) -> str:
 
 
 def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
-    """One row per strategy, means over its seeds; ratios to the first row. Values are those at the target."""
-    target, score = runs[0]["target"], Score.of_summary(runs[0])
-    timed = all(run["total_s"] is not None for run in runs)
-    title = f"To {score.aim(target)}" if target is not None else "After the last round"
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    table.add_column("strategy")
-    for heading in (
-        "rounds",
-        score.name,
-        *(["test"] if tested(runs) else []),
-        "download",
-        "ratio",
-        "total",
-        "ratio",
-        "model per client\nand round",
-    ):
-        table.add_column(heading, justify="right")
-    for heading in ("download\ntime", "total\ntime") if timed else ():
-        table.add_column(heading, justify="right")
+    """One row per strategy, means over its seeds, beside the first row. Values are those at the target."""
+    target, timed = runs[0]["target"], all(run["total_s"] is not None for run in runs)
+    score = Score.of_summary(runs[0])
     by_label: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         by_label.setdefault(run["strategy"], []).append(run)
+    volumes, seconds = (
+        common_unit(
+            kind, [_mean(repetitions, key) for repetitions in by_label.values()] if timed or kind is VOLUMES else ()
+        )
+        for kind, key in ((VOLUMES, "down_bytes"), (TIMES, "total_s"))
+    )
+    # With this frame the table of the demo fits into 80 columns.
+    table = Table(title=_title(runs), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.title_justify = table.caption_justify = "left"
     first = next(iter(by_label.values()))
+    less = "times\nless"
+    percent_sign = "\n%" if score.is_share else ""
+    headings = ["rounds", score.name + percent_sign, *(["test" + percent_sign] if tested(runs) else [])]
+    headings += [f"download\n{volumes[1]}", less, f"total\n{volumes[1]}", less, "share\n%"]
+    headings += [f"time\n{seconds[1]}", f"down\n{seconds[1]}"] if timed else []
+    table.add_column("strategy")
+    for heading in headings:
+        table.add_column(heading, justify="right")
     for label, repetitions in by_label.items():
-        table.add_row(label, *_comparison_cells(repetitions, first, timed))
+        cells = _comparison_cells(repetitions, first, volumes[0])
+        cells += [_number(_mean(repetitions, key) / seconds[0]) for key in ("total_s", "download_s")] if timed else []
+        table.add_row(label, *cells)
     notes = [f"{score.title}: {window(runs)}.", remark(by_label) if target is not None else ""]
+    notes += [f"Times less: than {first[0]['strategy']}."] if len(by_label) > 1 else []
+    notes += ["Share: of the model, downloaded per client and round."]
+    notes += ["Time: simulated; down: the part of it that is download."] if timed else []
     if target is not None and any(run["reached_round"] is None for run in runs):
         notes.append("* not every run reached the target: the figures are those at its last round.")
     if tested(runs):
@@ -67,20 +78,42 @@ def tested(runs: Sequence[dict[str, Any]]) -> bool:
     return all(run.get("test_accuracy") is not None for run in runs)
 
 
-def _comparison_cells(runs: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]], timed: bool) -> list[str]:
-    form = Score.of_summary(first[0]).pattern
+def _title(runs: Sequence[dict[str, Any]]) -> str:
+    """What the numbers belong to. A target is named as reached only if a run reached it."""
+    target = runs[0]["target"]
+    if target is None:
+        return "After the last round"
+    if all(run["reached_round"] is None for run in runs):
+        return f"After the last round: no run reached {Score.of_summary(runs[0]).aim(target)}"
+    return f"To {Score.of_summary(runs[0]).aim(target)}"
+
+
+def _comparison_cells(
+    runs: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]], volume_factor: float
+) -> list[str]:
     missed = runs[0]["target"] is not None and any(run["reached_round"] is None for run in runs)
+    factor, form = (100, "{:.1f}") if Score.of_summary(first[0]).is_share else (1, "{:.4g}")
+
+    def values(key: str) -> list[float | None]:
+        return [None if run[key] is None else factor * run[key] for run in runs]
+
     cells = [
         _spread([run["reached_round"] or run["rounds"] for run in runs], "{:.0f}") + ("*" if missed else ""),
-        _spread([run["mean_accuracy"] for run in runs], form),
-        *([_spread([run["test_accuracy"] for run in runs], form)] if tested([*runs, *first]) else []),
-        volume(_mean(runs, "down_bytes")),
-        f"{_mean(runs, 'down_bytes') / _mean(first, 'down_bytes'):.2f}",
-        volume(_mean(runs, "total_bytes")),
-        f"{_mean(runs, 'total_bytes') / _mean(first, 'total_bytes'):.2f}",
-        _spread([run["mean_download_share"] for run in runs], "{:.1%}"),
+        _spread(values("mean_accuracy"), form),
+        *([_spread(values("test_accuracy"), form)] if tested([*runs, *first]) else []),
     ]
-    return cells + ([duration(_mean(runs, "download_s")), duration(_mean(runs, "total_s"))] if timed else [])
+    for key in ("down_bytes", "total_bytes"):
+        own = _mean(runs, key)
+        cells += [_number(own / volume_factor), _factor(_mean(first, key) / own) if own else "–"]
+    return [*cells, f"{100 * _mean(runs, 'mean_download_share'):.1f}"]
+
+
+def _factor(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.{min(3, places(value))}f}"
 
 
 def plan_tables(plan: Plan) -> list[Table | str]:
@@ -107,6 +140,16 @@ def plan_tables(plan: Plan) -> list[Table | str]:
         cells = (f"{pair.variance_factor:.2f}", f"{pair.download_share:.1%}", f"{pair.cost:.2f}")
         others.add_row(str(pair.sticky_size), str(pair.sticky_cohort), *cells)
     return [table, others, plan.reason]
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """What `gluefl doctor` found: one row per part, advice where something is missing or wrong."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("part", "state", "found", "to do"):
+        table.add_column(heading, overflow="fold")
+    for one in findings:
+        table.add_row(one.part, one.state, escape(one.detail), escape(one.advice))
+    return table
 
 
 def nested_table(results: dict[str, Any]) -> Table:

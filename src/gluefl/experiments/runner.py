@@ -6,8 +6,8 @@ the runs in progress, each with a checkpoint.
 
 import shutil
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ INCOMPLETE = ".half-"  # prefix of the folder of a run that is being copied
 
 
 class Executor(Protocol):
-    """Runs specs that are not done; `ThisProcess` and `processes.WorkerProcesses`."""
+    """Runs specs that are not done; `ThisProcess`, `processes.WorkerProcesses`, `cluster.ClusterRuns`."""
 
     def run(self, specs: Sequence[RunSpec], progress: GridProgress) -> None:
         """Run all specs. Divergence is recorded; `Interrupted` and other errors are raised."""
@@ -64,6 +64,7 @@ class ThisProcess:
 
     device: str = "cpu"
     callbacks: Sequence[Callback] = ()
+    carried_out: Mapping[str, Any] = field(default_factory=dict)  # other fields of `Options`: the engine
 
     def run(self, specs: Sequence[RunSpec], progress: GridProgress) -> None:
         """Run all specs."""
@@ -77,7 +78,8 @@ class ThisProcess:
                 display.update()
 
             outcome = ""
-            options = Options(spec.folder, True, (show, *self.callbacks), progress=False, device=self.device)
+            shown = (show, *self.callbacks)
+            options = Options(spec.folder, True, shown, progress=False, device=self.device, **self.carried_out)
             try:
                 run(spec.config, options)
             except Diverged as error:

@@ -13,23 +13,31 @@ DIVERGED = 3  # exit code, seen by the runner only; 1 and 2 are those of other e
 
 
 def main(folder: str, device: str, cores: str, share: str) -> int:
-    """Start or resume the run. A finished run keeps no checkpoint, which may be much larger than its other files."""
+    """Start or resume the run."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})  # before torch counts the cores
+    _limit_memory(device, float(share))
+    code, message = carry_out(sys.stdin.read(), Path(folder), device)
+    if message:
+        print(message, file=sys.stderr)
+    return code
+
+
+def carry_out(text: str, folder: Path, device: str) -> tuple[int, str]:
+    """Start or resume the run of a configuration: its exit code, and a message if that is not 0. A finished run keeps
+    no checkpoint, which may be much larger than its other files."""
     from gluefl.config import validated
     from gluefl.errors import Diverged, GlueFLError
     from gluefl.simulation.build import run
     from gluefl.simulation.settings import Options
 
-    _limit_memory(device, float(share))
     try:
-        config = validated(tomllib.loads(sys.stdin.read()))
-        run(config, Options(Path(folder), True, progress=False, device=device, checkpoint_at_end=False))
+        config = validated(tomllib.loads(text))
+        run(config, Options(folder, True, progress=False, device=device, checkpoint_at_end=False))
     except GlueFLError as error:
-        print(error, file=sys.stderr)
-        return DIVERGED if isinstance(error, Diverged) else error.exit_code
-    shutil.rmtree(Path(folder) / "checkpoint", ignore_errors=True)
-    return 0
+        return DIVERGED if isinstance(error, Diverged) else error.exit_code, str(error)
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    return 0, ""
 
 
 def _limit_memory(device: str, share: float) -> None:

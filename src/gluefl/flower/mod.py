@@ -157,7 +157,10 @@ def _strategy(told: Told) -> Strategy:
     parameters = dict(told.strategy)
     name = parameters.pop("name", None)
     if name not in STRATEGIES:
-        raise UsageError(f"the server runs the strategy '{name}', which is not part of gluefl: GlueFLMod(strategy=…).")
+        raise UsageError(
+            f"the server runs the strategy '{name}', which this node's gluefl {__version__} does not have: install the "
+            "same version of gluefl on both, or give the mod a strategy of your own, GlueFLMod(strategy=…)."
+        )
     try:
         strategy: Strategy = STRATEGIES[name](**parameters)
     except TypeError as error:

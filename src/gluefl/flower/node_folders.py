@@ -4,7 +4,6 @@ A folder is this program's own only if it has the name of a run and a marker fil
 runs had started on this device when the run was last used. No clock is read: one that is set back deletes nothing.
 """
 
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from gluefl.errors import GlueFLError
+from gluefl.flower.messages import RUN_ID
 from gluefl.flower.node_store import NodeStore
 
 if sys.platform != "win32":
@@ -21,7 +21,6 @@ if sys.platform != "win32":
 KEPT_RUNS = 8  # a run is deleted when so many others have started since its last use
 MARKER = "gluefl-run"  # in the folder of a run; a task in progress holds a shared lock on it
 LOCK = ".gluefl-lock"  # beside the folders; held while folders are made, counted or deleted
-RUN_ID = re.compile("[0-9a-f]{16}")
 LONGEST_NUMBER = 12  # digits
 
 

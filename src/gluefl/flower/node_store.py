@@ -1,7 +1,7 @@
 """What a node writes to its disk: its replica of the model, version 0 if it was sent, and what its uploads left out.
 
-Every file is written beside the old one, which it then replaces in one step; it carries a hash or a checksum. A
-damaged file counts as lost: the server then sends the whole model, and the residual starts from zero.
+Every file carries a hash or a checksum. A damaged file counts as lost: the server then sends the whole model, and the
+residual starts from zero.
 """
 
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from gluefl import wire
+from gluefl import files, wire
 from gluefl.core.replica import Replica
 from gluefl.errors import WireError
 from gluefl.flower.arrays import Table
-from gluefl.storage.checkpoint import write_tensors
 from gluefl.strategies import Space, Strategy
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
@@ -131,11 +131,7 @@ def _write_model(path: Path, replica: Replica, table: Table, cells: Cells | None
 
 
 def _save(path: Path, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
-    temporary = path.with_suffix(".tmp")
-    write_tensors(temporary, {name: tensor.contiguous() for name, tensor in tensors.items()}, notes)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    files.write(path, to_bytes({name: tensor.contiguous() for name, tensor in tensors.items()}, notes))
 
 
 def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

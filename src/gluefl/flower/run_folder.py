@@ -16,7 +16,7 @@ from gluefl.strategies import Strategy
 from gluefl.strategies.coded import Coded
 from gluefl.strategies.registry import STRATEGIES
 
-CHECKPOINT, JOURNAL = "checkpoint", "journal.jsonl"
+CHECKPOINT, JOURNAL, EVALUATIONS = "checkpoint", "journal.jsonl", "evaluations.jsonl"
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from gluefl.flower.metrics import accuracy, evaluation_line, journaled, mean_met
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.outbox import Envelope, Outbox
 from gluefl.flower.replies import Sent
-from gluefl.flower.run_folder import Saved, locked
+from gluefl.flower.run_folder import EVALUATIONS, Saved, locked
 from gluefl.flower.session import Session, open_session
 from gluefl.randomness import stream
 from gluefl.storage.journal import Journal, Line
@@ -236,7 +236,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         metrics = self.aggregate_evaluate(round, send_and_receive(grid, exchange, messages, self._timeout_s))
         log(INFO, "\t└──> Evaluation on %s nodes: %s", len(exchange.replies), metrics)
         if self.out is not None:
-            Journal(self.out / "evaluations.jsonl").append(evaluation_line(exchange, metrics))
+            Journal(self.out / EVALUATIONS).append(evaluation_line(exchange, metrics))
         if metrics is not None:
             result.evaluate_metrics_clientapp[round] = metrics
 

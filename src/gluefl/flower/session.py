@@ -25,11 +25,11 @@ from gluefl.flower.messages import to_array
 from gluefl.flower.node_store import NodeStore
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.replies import Received
-from gluefl.flower.run_folder import CHECKPOINT, JOURNAL, Saved, settings_of
+from gluefl.flower.run_folder import CHECKPOINT, EVALUATIONS, JOURNAL, Saved, settings_of
 from gluefl.randomness import stream
 from gluefl.storage import checkpoint
 from gluefl.storage.client_log import ClientLog
-from gluefl.storage.journal import Journal, Line
+from gluefl.storage.journal import Journal, Line, keep_rounds
 from gluefl.strategies import Upload
 from gluefl.vectors.sparse import Sparse, whole
 
@@ -216,6 +216,7 @@ def _restore(session: Session, saved: Saved) -> None:
     session.state = state = checkpoint.load(saved.found, fresh)
     session.protection.restore(saved.guard, saved.found.folder, fresh)
     session.journal.cut(state.round)
+    keep_rounds(saved.found.folder.parent / EVALUATIONS, state.round)
     session.accepted = dict(saved.accepted)
     session.hashes = {0: saved.version_0}
     session.hashes |= {line["round"]: bytes.fromhex(line["hash"]) for line in session.journal.stored()}

@@ -55,7 +55,7 @@ class Samples:
     @property
     def nbytes(self) -> int:
         """Their size in memory."""
-        return sum(tensor.nbytes for tensor in structure.parts(self.inputs)) + self.labels.nbytes
+        return sum(int(tensor.nbytes) for tensor in (*structure.parts(self.inputs), self.labels))
 
 
 def samples_of(given: Any, source: str) -> Samples:

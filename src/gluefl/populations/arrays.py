@@ -5,6 +5,7 @@ with the arrays inputs, labels, and owners unless `partition` deals the samples 
 comes as test_inputs and test_labels, or as test, true for the samples that are in it."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,23 @@ from numpy.typing import ArrayLike, NDArray
 from gluefl.errors import DataError, UsageError
 from gluefl.populations import files
 from gluefl.populations.grouped import Grouped, Selection, dealt, grouped, source
+from gluefl.populations.inputs import each, parts
+from gluefl.populations.labels import count_classes
 
 HOW = "np.savez(path, inputs=…, labels=…, owners=…), or inputs.npy, labels.npy and owners.npy in a folder"
 NAMES = ("inputs", "labels", "owners", "test", "test_inputs", "test_labels")
+Arrays = ArrayLike | Mapping[str, ArrayLike] | tuple[ArrayLike, ...]
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")  # torch has them too
 
 
 def load(
     path: str | os.PathLike[str] | None = None,
     *,
-    inputs: ArrayLike | None = None,
+    inputs: Arrays | None = None,
     labels: ArrayLike | None = None,
     owners: ArrayLike | None = None,
     test: ArrayLike | None = None,
-    test_inputs: ArrayLike | None = None,
+    test_inputs: Arrays | None = None,
     test_labels: ArrayLike | None = None,
     clients: int | None = None,
     seed: int = 0,
@@ -45,10 +49,15 @@ def load(
     """`load(inputs=x, labels=y, owners=user)`, or `load("cifar.npz", partition="dirichlet", clients=100)`.
 
     Images are (M, H, W) or (M, C, H, W), bytes or floats; (M, H, W, C) with `channels_last`. Whole numbers
-    that are words, not pixels, need `tokens=True`.
+    that are words, not pixels, need `tokens=True`. A dict or tuple of arrays is given to the model as keyword or
+    positional arguments, without normalisation. Labels may be floats, and several per sample.
     """
     given = (inputs, labels, owners, test, test_inputs, test_labels)
-    named = {name: np.asanyarray(value) for name, value in zip(NAMES, given) if value is not None}
+    named: dict[str, Any] = {
+        name: each(np.asanyarray, value) if name.endswith("inputs") else np.asanyarray(value)
+        for name, value in zip(NAMES, given)
+        if value is not None
+    }
     where: Path | str = "the arrays"
     if not named:
         where = files.find(path, "arrays", HOW)
@@ -60,9 +69,10 @@ def load(
     apart = "test_inputs" in named
     named = _with_test_set(named, where) if apart else named
     x, y = named["inputs"], named["labels"]
-    x = np.moveaxis(x, -1, 1) if channels_last and x.ndim == 4 else x
+    x = each(lambda array: np.moveaxis(array, -1, 1) if channels_last and array.ndim == 4 else array, x)
     who, held = named.get("owners", np.zeros(len(y), np.int32)), named.get("test", np.zeros(len(y), bool))
     _check(x, y, who, held, where)
+    classes = count_classes(y, tokens) if classes is None else classes
     data = source(x, y, who, held.astype(bool), test_is_owned=not apart)
     if partition is not None:
         data, clients = dealt(data, partition, clients, seed, alpha, shards_per_client), None
@@ -76,7 +86,7 @@ def load(
             held_out=held_out or ("official" if held.any() else "samples"),
             test_fraction=test_fraction,
         ),
-        classes=int(y.max()) + 1 if classes is None else classes,
+        classes=classes,
         channels=channels,
         tokens=tokens,
     )
@@ -98,20 +108,29 @@ def _with_test_set(named: dict[str, NDArray[Any]], where: object) -> dict[str, N
     owners = named.get("owners", np.zeros(sizes[0], np.int32))
     try:
         return {
-            "inputs": np.concatenate([named["inputs"], named["test_inputs"]]),
+            "inputs": each(lambda *both: np.concatenate(both), named["inputs"], named["test_inputs"]),
             "labels": np.concatenate([named["labels"], named["test_labels"]]),
             "owners": np.concatenate([owners, np.repeat(owners[:1], sizes[1])]),  # placeholders
             "test": np.repeat([False, True], sizes),
         }
-    except ValueError as error:
+    except (KeyError, ValueError, TypeError) as error:
         raise DataError(f"{where}: training and test arrays do not fit together ({error})") from error
 
 
-def _check(inputs: NDArray[Any], labels: NDArray[Any], owners: NDArray[Any], test: NDArray[Any], where: object) -> None:
-    lengths = [len(array) for array in (inputs, labels, owners, test)]
-    if len(set(lengths)) != 1 or not lengths[0]:
-        raise DataError(f"{where}: inputs, labels, owners and test have {lengths} entries: they must be as many")
-    if inputs.ndim < 2 or inputs.dtype.name not in DTYPES or not inputs.dtype.isnative:
+def _check(inputs: Any, labels: NDArray[Any], owners: NDArray[Any], test: NDArray[Any], where: object) -> None:
+    several = isinstance(inputs, Mapping | tuple)
+    if several and (not inputs or (isinstance(inputs, Mapping) and not all(isinstance(key, str) for key in inputs))):
+        raise DataError(f"{where}: several inputs need names of arguments, or places in a tuple, at least one")
+    for array in parts(inputs):
+        lengths = [len(one) if one.ndim else 0 for one in (array, labels, owners, test)]
+        if len(set(lengths)) != 1 or not lengths[0]:
+            raise DataError(f"{where}: inputs, labels, owners and test have {lengths} entries: they must be as many")
+        _check_array(array, 1 if several else 2, where)
+
+
+def _check_array(inputs: NDArray[Any], least: int, where: object) -> None:
+    known = inputs.dtype.name in DTYPES or (least == 1 and inputs.dtype.name == "bool")
+    if inputs.ndim < least or not known or not inputs.dtype.isnative:
         raise DataError(
             f"{where}: inputs are {inputs.dtype} {inputs.shape}; needed: (samples, …) of {', '.join(DTYPES)}"
         )

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import grid_sample, interpolate
 
 from gluefl.errors import UsageError
-from gluefl.populations import Samples
+from gluefl.populations import Samples, inline
 from gluefl.randomness import stream
 
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -181,6 +181,10 @@ class Glyphs:
     def transform(self, inputs: Tensor) -> Tensor:
         """Grey levels to float32 of about mean 0 and deviation 1, with a channel: (n, 1, 28, 28)."""
         return inputs.unsqueeze(-3).float().div_(255 * DEVIATION).sub_(MEAN / DEVIATION)
+
+    def __repr__(self) -> str:
+        few = self.clients <= BLOCK  # their sizes are one table
+        return inline(self, sum(map(self.size, range(self.clients))) if few else None)
 
     def _cached(self, key: int, make: Callable[[], Samples]) -> Samples:
         with self.lock:

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gluefl.errors import DataError, UsageError
-from gluefl.populations import Samples, cache, partition
+from gluefl.populations import Samples, cache, inline, partition
+from gluefl.populations.inputs import each, parts
+from gluefl.populations.labels import check_labels
 from gluefl.populations.moments import moments, standardised
 from gluefl.randomness import stream
 
@@ -27,13 +29,11 @@ HELD_OUT = ("official", "samples", "clients")
 class Source:
     """All samples of a data set as they were read, and the owner of each."""
 
-    inputs: NDArray[Any]  # (M, H, W) grey or (M, C, H, W) colour bytes, (M, T) tokens, or float features
-    labels: NDArray[Any]  # (M,)
+    inputs: Any  # (M, H, W) grey or (M, C, H, W) colour bytes, (M, T) tokens, or float features; or several arrays
+    labels: NDArray[Any]  # (M,) or (M, …)
     owners: NDArray[Any]  # (M,) positions in `names`, −1 for samples without an owner
     names: NDArray[Any]  # of the clients, in order
     official: NDArray[Any]  # (M,) bool: in the test set of the data
-    mean: NDArray[Any]  # of the raw inputs, one number or one per channel
-    std: NDArray[Any]
     skipped: int = 0
 
 
@@ -41,14 +41,14 @@ class Source:
 class Grouped:
     """A population in arrays, in memory or memory-mapped."""
 
-    inputs: NDArray[Any]
+    inputs: Any  # an array, or a dict or tuple of arrays
     labels: NDArray[Any]
     rows: NDArray[np.int64]  # of the training samples, client after client
     offsets: NDArray[np.int64]  # client i owns rows[offsets[i]:offsets[i + 1]]
     test_rows: NDArray[np.int64]
     classes: int
     shape: tuple[int, ...]
-    mean: tuple[float, ...] = ()  # of the raw inputs, per channel; () for tokens, which stay whole numbers
+    mean: tuple[float, ...] = ()  # of the raw inputs that train, per channel; () for tokens and several arrays
     std: tuple[float, ...] = ()
     names: tuple[str, ...] = ()  # the clients' own: writers, speakers, roles
     label_names: tuple[str, ...] = ()
@@ -71,23 +71,36 @@ class Grouped:
         """The held-out samples."""
         return self._samples(self.test_rows)
 
-    def transform(self, inputs: Tensor) -> Tensor:
-        """Normalised float32 of the population's shape; tokens as int64. Any leading dimensions."""
+    def transform(self, inputs: Any) -> Any:
+        """Normalised float32 of the population's shape; tokens as int64. Any leading dimensions.
+
+        Several arrays are not normalised: floats become float32, whole numbers int64.
+        """
         if not self.mean:
-            return inputs.long()
+            return each(_plain, inputs)
         x = inputs.float()
         if self.inputs.ndim == len(self.shape):  # grey images are stored without a channel
             x = x.unsqueeze(-len(self.shape))
         x = standardised(x, self.mean, self.std, axis=-len(self.shape))
         return x.expand(*x.shape[: -len(self.shape)], *self.shape)
 
+    def __repr__(self) -> str:
+        return inline(self, len(self.rows))
+
     def _samples(self, rows: NDArray[np.int64]) -> Samples:
-        inputs = self.inputs[rows]  # a copy: the source may be read-only
-        return Samples(torch.from_numpy(inputs), torch.from_numpy(self.labels[rows].astype(np.int64)))
+        inputs = each(lambda array: torch.from_numpy(array[rows]), self.inputs)  # copies: a source may be read-only
+        kind = np.float32 if self.labels.dtype.kind == "f" else np.int64
+        return Samples(inputs, torch.from_numpy(self.labels[rows].astype(kind)))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.float()
+    return tensor if tensor.dtype == torch.bool else tensor.long()
 
 
 def source(
-    inputs: NDArray[Any],
+    inputs: Any,
     labels: NDArray[Any],
     ids: NDArray[Any],
     official: NDArray[np.bool_] | None = None,
@@ -101,11 +114,8 @@ def source(
     owned = np.ones(len(ids), bool) if test_is_owned or official is None else ~official
     owners = np.full(len(ids), -1, np.int32)
     names, owners[owned] = np.unique(ids[owned], return_inverse=True)
-    mean, std = moments(inputs)
-    if not (np.isfinite(mean).all() and np.isfinite(std).all()):
-        raise DataError("the inputs hold numbers that are not finite (NaN or infinity)")
     official = np.zeros(len(labels), bool) if official is None else official
-    return Source(inputs, labels, owners, names.astype(np.str_), official, mean, std, skipped)
+    return Source(inputs, labels, owners, names.astype(np.str_), official, skipped)
 
 
 def cached_source(
@@ -123,7 +133,8 @@ def cached_source(
         }
 
     stored = cache.cached(name, sources, options, arrays)
-    return Source(**{**stored, "skipped": int(stored["skipped"])})  # type: ignore[arg-type]
+    kept = {field.name: stored[field.name] for field in dataclasses.fields(Source)}
+    return Source(**{**kept, "skipped": int(stored["skipped"])})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -172,7 +183,7 @@ def grouped(
     kept = first(np.setdiff1d(kept, aside), selection.clients, f"{where} with at least {min_samples} samples")
     if held_out == "samples":
         # Draws do not depend on `clients`: a smaller population holds out the same samples.
-        test_rows = _share_of_each(owned, data.owners[owned], rng.random(len(owned)), sizes, test_fraction)
+        test_rows = share_of_each(owned, data.owners[owned], rng.random(len(owned)), sizes, test_fraction)
         test_rows = test_rows[np.isin(data.owners[test_rows], kept)]
         owned = np.setdiff1d(owned, test_rows, assume_unique=True)
     else:
@@ -180,6 +191,8 @@ def grouped(
     if not len(test_rows):
         raise DataError(f"{where}: nothing is left for a test set; raise test_fraction above {test_fraction}")
     rows, offsets = _rows_of(kept, owned, data.owners, len(data.names))
+    raw = tokens or isinstance(data.inputs, Mapping | tuple)
+    mean, std = ((), ()) if raw else _moments(data.inputs, rows, where)
     return Grouped(
         inputs=data.inputs,
         labels=data.labels,
@@ -187,16 +200,23 @@ def grouped(
         offsets=offsets,
         test_rows=test_rows,
         classes=classes,
-        shape=_shape(data.inputs.shape[1:], channels, tokens),
-        mean=() if tokens else tuple(data.mean.tolist()),
-        std=() if tokens else tuple(data.std.tolist()),
+        shape=_shape(parts(data.inputs)[0].shape[1:], channels, raw),
+        mean=mean,
+        std=std,
         names=tuple(data.names[kept].tolist()),
         label_names=label_names,
         skipped=data.skipped,
     )
 
 
-def _share_of_each(
+def _moments(inputs: NDArray[Any], rows: NDArray[np.int64], where: object) -> tuple[tuple[float, ...], ...]:
+    mean, std = moments(inputs, rows)
+    if not (np.isfinite(mean).all() and np.isfinite(std).all()):
+        raise DataError(f"{where}: the inputs hold numbers that are not finite (NaN or infinity)")
+    return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def share_of_each(
     rows: NDArray[np.int64],
     owners: NDArray[np.int64],
     draws: NDArray[np.float64],
@@ -213,6 +233,8 @@ def dealt(data: Source, kind: str, clients: int | None, seed: int, alpha: float,
     """A source without clients of its own, distributed over `clients` by a scheme of `partition`."""
     if clients is None:
         raise UsageError(f"partition = {kind!r} needs clients = the number to make")
+    if kind in ("dirichlet", "shards") and (data.labels.ndim > 1 or data.labels.dtype.kind == "f"):
+        raise UsageError(f"partition = {kind!r} needs one class per sample: use 'iid' or 'quantity' for other labels")
     mine = np.flatnonzero(~data.official)
     owners = np.full(len(data.labels), -1, np.int32)
     rng = stream(seed, "partition")
@@ -245,17 +267,6 @@ def first(kept: NDArray[np.int64], clients: int | None, where: str) -> NDArray[n
     if clients is not None and not 1 <= clients <= len(kept):
         raise UsageError(f"clients = {clients}, but there are {len(kept)} clients in {where}")
     return kept[:clients]
-
-
-def check_labels(labels: NDArray[Any], classes: int, where: object) -> None:
-    """Labels are whole numbers from 0 to classes − 1."""
-    if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise DataError(f"{where}: labels must be one whole number a sample, found {labels.dtype} {labels.shape}")
-    bad = np.flatnonzero((labels < 0) | (labels >= classes))
-    if len(bad):
-        raise DataError(
-            f"{where}: sample {bad[0]} has the label {labels[bad[0]]}, outside 0…{classes - 1} ({len(bad)} such)"
-        )
 
 
 def _rows_of(

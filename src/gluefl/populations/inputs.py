@@ -10,21 +10,21 @@ Inputs = Tensor | Mapping[str, Tensor] | tuple[Tensor, ...]
 KINDS = "one tensor, a dict of tensors or a tuple of tensors"
 
 
-def parts(inputs: Inputs) -> list[Tensor]:
-    """The tensors, in their order."""
-    if isinstance(inputs, Tensor):
-        return [inputs]
-    return list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+def parts(inputs: Any) -> list[Any]:
+    """The tensors, or arrays, in their order."""
+    if isinstance(inputs, Mapping | tuple):
+        return list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+    return [inputs]
 
 
-def each(function: Callable[..., Tensor], *inputs: Inputs) -> Any:
+def each(function: Callable[..., Any], *inputs: Any) -> Any:
     """A function of every tensor, in the same structure; of several inputs, tensors of the same name together."""
     first = inputs[0]
-    if isinstance(first, Tensor):
-        return function(*inputs)
     if isinstance(first, Mapping):
-        return {name: function(*(one[name] for one in inputs)) for name in first}  # type: ignore[call-overload, index]
-    return tuple(function(*tensors) for tensors in zip(*inputs, strict=True))
+        return {name: function(*(one[name] for one in inputs)) for name in first}
+    if isinstance(first, tuple):
+        return tuple(function(*tensors) for tensors in zip(*inputs, strict=True))
+    return function(*inputs)
 
 
 def at(inputs: Inputs, rows: Any) -> Any:

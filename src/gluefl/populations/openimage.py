@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gluefl.errors import DataError, UsageError
-from gluefl.populations import Samples, files
+from gluefl.populations import Samples, files, inline
 from gluefl.populations.cache import cached
 from gluefl.populations.grouped import enough, first
 from gluefl.populations.moments import standardised
@@ -59,6 +59,9 @@ class OpenImage:
     def shape(self) -> tuple[int, ...]:
         """Three channels of the size asked for."""
         return (3, self.image_size, self.image_size)
+
+    def __repr__(self) -> str:
+        return inline(self, int(self.sizes.sum()))
 
     @property
     def skipped(self) -> int:

@@ -1,23 +1,26 @@
 """What `train` refuses, in words: arguments of the wrong kind, and data, model, loss or metric that do not fit."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from gluefl.clients.metrics import IGNORED
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.parameters import Has, NonNegativeCount, check
 from gluefl.populations import Population, Samples, samples_of
 from gluefl.populations.inputs import KINDS, applied, form
 from gluefl.populations.inputs import problem as problem_of
 from gluefl.simulation.settings import Options, Setting
+from gluefl.vectors.frozen import copied, frozen_digest, frozen_parameters
 
 DIFFERENCES = tuple(getattr(nn.functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber"))
+FROZEN = "frozen"  # in the metadata of a model's file: the digest of the part that it leaves out
 PROBED = 1000  # clients whose samples are looked at when a run has failed
 
 
@@ -35,9 +38,26 @@ def check_arguments(*arguments: Any) -> None:
 
 
 def load_weights(module: nn.Module, path: Path | str) -> None:
-    """Load a safetensors file into a module."""
+    """Load a safetensors file into a module. A file without the frozen part fits a module that has the same one."""
     try:
-        module.load_state_dict(load_file(path))
+        with safe_open(path, framework="pt") as file:
+            digest = (file.metadata() or {}).get(FROZEN)
+        tensors, frozen = load_file(path), frozen_parameters(module)
+    except Exception as error:
+        raise UsageError(f"{path} does not fit this model: {error}") from error
+    if digest is not None and digest != frozen_digest(module):
+        raise UsageError(
+            f"{path} holds the trained part of a model, {len(tensors)} tensors, without its frozen part: give the "
+            "model that the run was started with, with the same base weights frozen. "
+            + ("The frozen part of this one differs." if frozen else "This one has no frozen parameters.")
+        )
+    for name in frozen.keys() & tensors.keys():
+        frozen[name].data = frozen[name].data.clone()  # the original shares this memory
+    left_out = frozen.keys() - tensors.keys() if digest is not None else set()
+    try:
+        missing, unexpected = module.load_state_dict(tensors, strict=False)
+        if wrong := [*sorted(set(missing) - left_out), *unexpected]:
+            raise ValueError(f"{', '.join(wrong[:5])} {'is' if len(wrong) == 1 else 'are'} missing or too many")
     except Exception as error:
         raise UsageError(f"{path} does not fit this model: {error}") from error
 
@@ -79,12 +99,14 @@ def _of_samples(samples: Samples, classes: int, owner: str, setting: Setting) ->
     labels = samples.labels
     if setting.loss is not nn.functional.cross_entropy or not len(samples):
         return None
-    if labels.is_floating_point() or labels.dim() != 1:
+    column = labels.dim() > 1 and labels[0].numel() == 1
+    if labels.is_floating_point() or column:
         if labels.is_floating_point() and labels.dim() == 2:
             return None  # probabilities of classes
         found = f"{labels.dtype} {tuple(labels.shape)}"
         return f"{owner}: cross_entropy needs labels as one whole number per sample; found {found}."
-    lowest, highest = int(labels[labels != -100].min()), int(labels.max())  # −100 is ignored by cross_entropy
+    known = labels[labels != IGNORED]
+    lowest, highest = (int(known.min()), int(known.max())) if len(known) else (0, 0)
     if lowest >= 0 and highest < classes:
         return None
     return f"{owner}: labels must lie between 0 and classes − 1 = {classes - 1}; found {lowest} to {highest}."
@@ -133,7 +155,7 @@ def _untrainable(model: nn.Module, population: Population, setting: Setting) -> 
     own = samples_of(first_samples(population), "the population")[: setting.training.batch]
     own = own.to(next(model.parameters()).device)
     try:
-        loss = setting.loss(applied(copy.deepcopy(model).train(), population.transform(own.inputs)), own.labels)
+        loss = setting.loss(applied(copied(model).train(), population.transform(own.inputs)), own.labels)
     except Exception as error:
         return f"the model cannot be trained on a batch of {len(own)} samples: {error}"
     return None if loss.requires_grad else "the loss does not depend on the model's weights: it has no gradient."

@@ -103,7 +103,7 @@ class Encoded:
             raise GlueFLError(f"a message was measured as {wire.message_bytes(encoding)} bytes and has {len(data)}")
         shared = wire.Shared(Mask(body.shared.mask.bits.cpu()))  # messages are read on a CPU, wherever the model is
         received = wire.decode(data, self.core.expected(wire.UPLOAD, shared))[1]
-        return _on(body.statistics.device, received, body.shared)
+        return on_device(body.statistics.device, received, body.shared)
 
     def _encode(self, header: wire.Header, body: wire.Body, encoding: wire.Encoding) -> bytes:
         layout = self.core.layout
@@ -111,6 +111,11 @@ class Encoded:
         return wire.encode(header, data, layout.size, layout.statistics_size, body.codec)
 
 
-def _on(device: torch.device, body: wire.Body, shared: wire.Shared) -> wire.Body:
-    update = Listed(body.update.positions.to(device), body.update.values.to(device), body.update.size)
+def on_device(device: torch.device, body: wire.Body, shared: wire.Shared) -> wire.Body:
+    """A body that was read on a CPU, on the device of the model."""
+    update = body.update
+    if isinstance(update, Listed):
+        update = Listed(update.positions.to(device), update.values.to(device), update.size)
+    else:
+        update = update.with_values(update.values.to(device))
     return replace(body, update=update, statistics=body.statistics.to(device), shared=shared)

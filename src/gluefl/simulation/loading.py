@@ -1,6 +1,5 @@
 """A finished run from its folder: `gluefl.load`."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from gluefl.simulation.build import build_model, held_out
 from gluefl.simulation.folder import CONFIG, JOURNAL, MODEL, SUMMARY
 from gluefl.simulation.result import Result
 from gluefl.storage.journal import Journal
+from gluefl.vectors.frozen import copied
 from gluefl.watching.best import BEST, Best
 from gluefl.watching.best import read as read_best
 
@@ -30,7 +30,8 @@ def load(
 
     A run that was made from a configuration needs nothing else. For one that was made in Python give a model of the
     same kind: a folder holds tensors and text, never code. It holds the transform of arrays and data sets; where that
-    is code of your own, give the population, too. A result whose data are not here predicts, but has no clients.
+    is code of your own, give the population, too. A result whose data are not here predicts, but has no clients. A run
+    of adapters leaves the frozen base out of its folder, so that the model must bring the same one; another is refused.
 
     With `best` its model is the one that `BestModel` kept; the summary has its round and value under `best`.
     """
@@ -46,7 +47,7 @@ def load(
         model = build_model(config, population.classes, population.shape)
     if model is None or population is None:
         raise _made_in_python(path, raw, "model=…" if population is not None else "model=…, population=…")
-    module = copy.deepcopy(model)
+    module = copied(model)
     if best:
         kept = _best(path)
         summary["best"] = {"round": kept.round, "value": kept.value}

@@ -41,6 +41,13 @@ class Simulation:
         kept = {client: self.memories.get(client, self.core.space.device) for client in clients}
         return {client: memory for client, memory in kept.items() if memory is not None}
 
+    def keep(self, client: int, residual: Tensor | None, memory: Tensor | None) -> None:
+        """Store what a client keeps from this round on."""
+        if residual is not None:
+            self.residuals[client] = residual
+        if memory is not None and self.memories is not None:
+            self.memories[client] = memory
+
     def close(self) -> None:
         """Finish the writes under way."""
         for store in self.stores.values():

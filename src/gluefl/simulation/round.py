@@ -1,6 +1,6 @@
 """One round, top to bottom: Algorithm 3 of the paper, for every strategy, sampler and fleet alike."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from gluefl import wire
 from gluefl.accel.streams import fetched
 from gluefl.clients.cohort import Cohort
+from gluefl.clients.compression import DIVERGED, check_loss
 from gluefl.core.records import Parcel, Played, Record, record
 from gluefl.core.sampling import Group, nominal_weights
 from gluefl.core.server import Aggregate, Closed, Packages, State, aggregate, header, invited, publish
@@ -16,7 +17,7 @@ from gluefl.errors import Diverged
 from gluefl.fleet import Trip
 from gluefl.simulation.arrivals import first_arrivals, invite, trips
 from gluefl.simulation.parts import Simulation
-from gluefl.simulation.uploads import DIVERGED, check_loss, compress, expected_upload
+from gluefl.simulation.uploads import expected_upload, sent_by_clients
 
 Player = Callable[[Simulation, State], tuple[State, Record]]
 
@@ -54,15 +55,15 @@ class Begun:
     encodings: Mapping[int, wire.Encoding]  # of the uploads, by client
     result: Aggregate
     answers: Callable[[], list[float]]  # the losses of the clients, and whether the result is finite
+    notes: Sequence[str] = ()
 
 
 def begin(sim: Simulation, state: State) -> Begun:
     """Invite, train, compress and aggregate."""
     plan = prepare(sim, state)
-    outcomes = sim.engine.train(plan.cohort)
-    sent = compress(sim, state, plan.groups, plan.packages.shared, outcomes)
+    sent = sent_by_clients(sim, state, plan.groups, plan.packages.shared, plan.cohort)
     result = aggregate(sim.core, state, sent.uploads, plan.round)
-    return Begun(plan, sent.encodings, result, _answers(sent.losses, result))
+    return Begun(plan, sent.encodings, result, _answers(sent.losses, result), sent.notes)
 
 
 def prepare(sim: Simulation, state: State) -> Plan:
@@ -104,7 +105,7 @@ def close(sim: Simulation, state: State, begun: Begun) -> tuple[State, Record]:
     played = Played(
         plan.round, plan.clock_s, plan.groups, plan.parcels, actual, losses,
         [encoding.support for encoding in begun.encodings.values()], up_bytes, plan.expected_up_bytes,
-        plan.packages.shared, result.update, sim.arrivals, sim.devices.timed,
+        plan.packages.shared, result.update, sim.arrivals, sim.devices.timed, begun.notes,
     )  # fmt: skip
     line = record(sim.core, state, played)
     holders = [client for client, trip in actual.items() if trip.downloaded and client not in line.stopped]

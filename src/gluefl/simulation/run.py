@@ -1,12 +1,11 @@
 """A whole training: rounds, evaluation, journal, checkpoints. `train` is the Python interface of the laboratory."""
 
-import copy
 import hashlib
 import tomllib
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from gluefl import wire
 from gluefl.accel.resources import resources
 from gluefl.accel.streams import on_side_stream
-from gluefl.clients.engine import LocalEngine
+from gluefl.clients.cohort import Engine
 from gluefl.clients.evaluation import Evaluator
+from gluefl.clients.remote import UploadingEngine
 from gluefl.clients.residuals import Residuals, room_on
-from gluefl.clients.trainers.choice import choose
 from gluefl.core.averaging import Averaging
 from gluefl.core.sampling import Pool, Sampler, Sticky, Uniform
 from gluefl.core.server import Core, State, start
@@ -26,8 +25,9 @@ from gluefl.errors import DataError
 from gluefl.populations import Population
 from gluefl.populations.stored import described
 from gluefl.randomness import stream
-from gluefl.simulation.arguments import check_arguments, check_shapes, explained, load_weights
+from gluefl.simulation.arguments import FROZEN, check_arguments, check_shapes, explained, load_weights
 from gluefl.simulation.channel import Encoded, Measured
+from gluefl.simulation.engines import engine_of
 from gluefl.simulation.fingerprint import fingerprint
 from gluefl.simulation.folder import CHECKPOINT, JOURNAL, RunFolder, describe
 from gluefl.simulation.lookahead import player as player  # without look-ahead: from gluefl.simulation.round
@@ -35,10 +35,12 @@ from gluefl.simulation.loop import Loop, Records
 from gluefl.simulation.parts import Simulation
 from gluefl.simulation.process import device_of
 from gluefl.simulation.result import Result, percentiles
+from gluefl.simulation.round import Player, play
 from gluefl.simulation.settings import Options, Setting
 from gluefl.storage.journal import Journal, Totals, perplexity
 from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
+from gluefl.vectors.frozen import copied, frozen_digest, frozen_parameters
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import whole
 from gluefl.watching import Goal, Watched
@@ -56,7 +58,8 @@ def train(
 ) -> Result:
     """Train a module on a population of clients and return it with its journal.
 
-    model: any module with trainable parameters; it is copied. Only parameters that require a gradient travel.
+    model: any module with trainable parameters; it is copied, but for its frozen parameters, which the result shares.
+        Only parameters that require a gradient travel.
     population: who owns which data, for instance `gluefl.populations.glyphs.Glyphs(clients=300)`.
     strategy: what travels, for instance `GlueFL()`.
     sampler: who is invited, for instance `Sticky(cohort=10, sticky_size=40, sticky_cohort=8)`; by default 30 clients,
@@ -72,13 +75,15 @@ def train(
     setting, options = setting or Setting(), options or Options()
     population, evaluation = setting.evaluation.applied_to(population), setting.evaluation
     device = device_of(options.device)
-    module = copy.deepcopy(model).to(device)
+    module = copied(model).to(device)
     if setting.initial_weights is not None:
         load_weights(module, setting.initial_weights)
     chosen = sampler or _default_sampler(strategy, population.clients)
     description = describe(module, population, strategy, chosen, setting, options)
     with resources(), explained(model, population, setting), ExitStack() as held:
-        sim, state = _assemble(module, population, strategy, chosen, setting, options, description)
+        core = _core(module, strategy, chosen, setting, description)
+        engine = held.enter_context(engine_of(core, module, population, setting, options))
+        sim, state = _simulation(core, engine, population, setting, options)
         folder, journal = None, Journal()
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
@@ -93,17 +98,30 @@ def train(
         )
         score = evaluation.metric.score.on(evaluator.decides_on)
         goal = Goal(score, evaluation.target, evaluation.average)
-        watched = _watched(sim, module, rounds, goal, description, options.folder, journal)
+        watched = _watched(sim, module, rounds, goal, description, options, journal)
         loop = Loop(rounds, evaluation, options, watched)
-        state = loop.run(player(sim.core.space.device), sim, state, Records(journal, totals, folder), evaluator)
+        state = loop.run(_player(sim), sim, state, Records(journal, totals, folder), evaluator)
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
         summary["transform"] = described(population)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
-        named = sim.core.layout.state_dict(module, *state.model)
-        if folder is not None:
-            folder.finish(named, summary)
+        _end(sim, state, module, folder, summary, options.save_frozen)
     return Result(module.cpu().eval(), journal, summary, population, evaluation.metric, description)
+
+
+def _end(
+    sim: Simulation,
+    state: State,
+    module: nn.Module,
+    folder: RunFolder | None,
+    summary: dict[str, Any],
+    save_frozen: bool,
+) -> None:
+    """Fill the module with the result, and write it if the run has a folder."""
+    left_out = {} if save_frozen else frozen_parameters(module)
+    named = sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
+    if folder is not None:
+        folder.finish(named, summary, _notes(module, left_out))
 
 
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
@@ -116,20 +134,12 @@ def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
     return Sticky(cohort, row.sticky_size * cohort, sticky_cohort, weights=row.weights)
 
 
-def _assemble(
-    module: nn.Module,
-    population: Population,
-    strategy: Strategy,
-    sampler: Sampler,
-    setting: Setting,
-    options: Options,
-    description: str,
-) -> tuple[Simulation, State]:
-    """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
+def _core(module: nn.Module, strategy: Strategy, sampler: Sampler, setting: Setting, description: str) -> Core:
+    """What both sides of the federation agree on."""
     layout, device = Layout.of(module), next(module.parameters()).device
     layout = replace(layout, exchanged=setting.training.exchanged(layout.size))
     row, (weights, statistics) = row_of(strategy), layout.flatten(module)
-    core = Core(
+    return Core(
         seed=setting.seed,
         run=hashlib.sha256(description.encode()).digest()[:8],
         layout=layout,
@@ -143,11 +153,23 @@ def _assemble(
         hooks=setting.hooks,
         initial=setting.initial or row.initial,
     )
+
+
+def _player(sim: Simulation) -> Player:
+    """Look-ahead begins a training in this process, which has none to begin where clients train elsewhere."""
+    return play if isinstance(sim.engine, UploadingEngine) else player(sim.core.space.device)
+
+
+def _simulation(
+    core: Core, engine: Engine, population: Population, setting: Setting, options: Options
+) -> tuple[Simulation, State]:
+    """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
+    layout, device = core.layout, core.space.device
     sim = Simulation(
         core=core,
         pool=_pool(population, setting),
         devices=setting.devices,
-        engine=options.engine or _engine(module, layout, population, setting, options),
+        engine=engine,
         memories=_memories(setting, options, layout),
         channel=Encoded(core) if options.encode else Measured(),
         residuals=Residuals(
@@ -161,14 +183,6 @@ def _assemble(
         arrivals=setting.arrivals,
     )
     return sim, start(core, sim.pool)
-
-
-def _engine(
-    module: nn.Module, layout: Layout, population: Population, setting: Setting, options: Options
-) -> LocalEngine:
-    device = next(module.parameters()).device
-    trainer = choose(options.trainer, module, layout, population, setting.loss, device, setting.training)
-    return LocalEngine(population, trainer, setting.training, setting.seed, device, room_on(device) // 2)
 
 
 def _memories(setting: Setting, options: Options, layout: Layout) -> Residuals | None:
@@ -186,10 +200,11 @@ def _watched(
     rounds: int,
     goal: Goal,
     description: str,
-    folder: Path | None,
+    options: Options,
     journal: Journal,
 ) -> Watched:
     """The run as its callbacks see it."""
+    folder, left_out = options.folder, {} if options.save_frozen else frozen_parameters(module)
     return Watched(
         name=name_of(sim.core.strategy) if folder is None else folder.resolve().name,
         rounds=rounds,
@@ -197,14 +212,20 @@ def _watched(
         folder=folder,
         configuration=tomllib.loads(description),
         played=journal.stored,
-        tensors=partial(_tensors, sim, module),
+        tensors=partial(_tensors, sim, module, left_out),
+        notes=lambda: _notes(module, left_out),
     )
 
 
-def _tensors(sim: Simulation, module: nn.Module, state: State) -> dict[str, Tensor]:
+def _tensors(sim: Simulation, module: nn.Module, left_out: Collection[str], state: State) -> dict[str, Tensor]:
     """The model of a state under the names of the module, between two rounds."""
     with on_side_stream(sim.core.space.device, "evaluation"):
-        return sim.core.layout.state_dict(module, *state.model)
+        return sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
+
+
+def _notes(module: nn.Module, left_out: Collection[str]) -> dict[str, str]:
+    """What the file of a model says of the part that it leaves out."""
+    return {FROZEN: str(frozen_digest(module))} if left_out else {}
 
 
 def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:

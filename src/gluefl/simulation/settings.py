@@ -23,6 +23,7 @@ from gluefl.strategies.hooks import Hook
 
 Rule = Annotated[LocalRule, Has(("rate", "batches", "steps_for", "exchanged", "kept"))]
 AnyDevices = Annotated[Devices, Has(("timed", "is_online", "next_change_s", "trip"))]
+Named = Literal["local", "processes", "ray"]  # engines by name
 Hooks = Annotated[tuple[Annotated[Hook, Has(("on_delta", "on_sum"))], ...], Strict(False)]
 
 
@@ -92,7 +93,9 @@ class Options:
     resume: bool = False  # go on with the run in `out`
     callbacks: Callbacks = ()  # functions called after every round, and objects that watch a run
     progress: bool = True  # a bar in a terminal or a notebook, elsewhere a line per evaluation
-    engine: Annotated[Engine, Has(("train", "work"))] | None = None  # trains the cohorts instead of this machine
+    engine: Named | Annotated[Engine, Has(("train", "work"))] | None = None  # where clients train; by default here
+    workers: Count | None = None  # of the engines processes and ray; by default one per GPU or core
+    ray_address: str | None = None  # of a Ray cluster; by default one is started on this machine
     device: str = "cpu"  # sums are rounded in another order elsewhere,
     trainer: Annotated[str, OneOf(TRAINERS)] = "auto"  # and by another trainer
     tf32: bool = True  # on a GPU, products of ten-bit mantissas, as PyTorch's convolutions have by default
@@ -100,15 +103,20 @@ class Options:
     checkpoint_every: Count = 10  # rounds
     checkpoints_kept: Count = 2  # the last ones, to go back to if a file is damaged
     checkpoint_at_end: bool = True  # so that a finished run can be given more rounds
+    save_frozen: bool = False  # the model's file holds the frozen parameters, too
     residual_memory_bytes: NonNegativeCount = 3 * 10**8
     residual_device_bytes: NonNegativeCount | None = None  # on a GPU: a third of what is free
     residual_half: bool = False  # half precision rounds what clients remember
     description: str | None = field(default=None, repr=False)  # the text of config.toml, if it was made from one
 
     def problems(self) -> Iterator[str]:
-        """A run is resumed from its folder."""
+        """A run is resumed from its folder; workers belong to an engine."""
         if self.resume and self.out is None:
             yield "resume = True needs out, the folder of the run to go on with"
+        if self.workers is not None and self.engine not in ("processes", "ray"):
+            yield f"workers = {self.workers} needs engine = 'processes' or 'ray'"
+        if self.ray_address is not None and self.engine != "ray":
+            yield f"ray_address = {self.ray_address!r} needs engine = 'ray'"
 
     @property
     def folder(self) -> Path | None:

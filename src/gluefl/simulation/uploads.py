@@ -1,6 +1,5 @@
 """The clients' half of a round in a simulation: updates are compressed, encoded and sent."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,16 +7,18 @@ import torch
 from torch import Tensor
 
 from gluefl import wire
-from gluefl.clients.cohort import Outcome
+from gluefl.clients.cohort import Cohort, Outcome
+from gluefl.clients.compression import Compression, check_loss, not_finite
+from gluefl.clients.remote import Broadcast, Kept, UploadingEngine
 from gluefl.core.sampling import Group, nominal_weights
 from gluefl.core.server import State
-from gluefl.errors import Diverged, UsageError, WireError
+from gluefl.errors import UsageError, WireError
 from gluefl.randomness import stream
+from gluefl.simulation.channel import on_device
 from gluefl.simulation.parts import Simulation
 from gluefl.strategies import Task, Upload
-from gluefl.strategies.hooks import hooked_delta
+from gluefl.vectors.mask import Mask
 
-DIVERGED = "The training diverged, or the model returns NaN: lower training.lr, or look at the model and its data."
 ENCODED_TOGETHER = 8  # uploads: fewer make more launches, with more the cores wait longer for the last
 
 
@@ -28,6 +29,7 @@ class Sent:
     uploads: Sequence[Upload]
     encodings: Mapping[int, wire.Encoding]
     losses: Mapping[int, float | Tensor]  # a tensor is a number on an asynchronous device
+    notes: Sequence[str] = ()  # of the engine, for the journal
 
 
 def expected_upload(sim: Simulation, shared: wire.Shared, round: int) -> int:
@@ -41,12 +43,21 @@ def expected_upload(sim: Simulation, shared: wire.Shared, round: int) -> int:
     return wire.measure(wire.Body(update, statistics, shared, False, core.traits.upload_codec))
 
 
+def sent_by_clients(
+    sim: Simulation, state: State, groups: Sequence[Group], shared: wire.Shared, cohort: Cohort
+) -> Sent:
+    """The clients' half of a round: they train, compress and send, here or where the engine has them."""
+    if isinstance(sim.engine, UploadingEngine):
+        return collect(sim, sim.engine, state, groups, shared, cohort)
+    return compress(sim, state, groups, shared, sim.engine.train(cohort))
+
+
 def compress(
     sim: Simulation, state: State, groups: Sequence[Group], shared: wire.Shared, outcomes: Iterable[Outcome]
 ) -> Sent:
     """Compress and send the updates of the clients that trained."""
     core, round, nominal = sim.core, state.round + 1, nominal_weights(groups)
-    codec = core.traits.upload_codec
+    compression = Compression(core.strategy, core.traits, core.layout, core.hooks)
     losses: dict[int, float | Tensor] = {}
     bodies, encodings, waiting = dict[int, wire.Body](), dict[int, wire.Encoding](), list[int]()
 
@@ -57,24 +68,14 @@ def compress(
 
     for outcome in outcomes:
         client = outcome.client
-        if client not in nominal or client in losses:
-            raise UsageError(
-                f"round {round}: the engine returned client {client}, which was "
-                f"{'returned before' if client in losses else 'not invited'}: it must return each client of the "
-                "cohort once."
-            )
-        _check_sizes(sim, outcome)
+        _check_client(client, nominal, losses, round)
         losses[client] = outcome.loss
         if not isinstance(outcome.loss, Tensor):
             check_loss(outcome.loss, client, round)
         task = Task(round, shared.mask, nominal[client], core.space, client, core.seed)
-        delta = core.traits.vector(hooked_delta(core.hooks, outcome.delta, task), outcome.statistics - state.statistics)
-        update, residual = core.strategy.compress(delta, task, sim.residuals.get(client, core.space.device))
-        if residual is not None:
-            sim.residuals[client] = residual
-        if outcome.memory is not None and sim.memories is not None:
-            sim.memories[client] = outcome.memory
-        bodies[client] = wire.Body(update, core.traits.beside(outcome.statistics), shared, False, codec)
+        residual = sim.residuals.get(client, core.space.device)
+        bodies[client], residual = compression.body(outcome, state.statistics, shared, task, residual)
+        sim.keep(client, residual, outcome.memory)
         waiting.append(client)
         if len(waiting) == ENCODED_TOGETHER:
             encode()
@@ -83,17 +84,55 @@ def compress(
     return Sent(uploads, dict(sorted(encodings.items())), dict(sorted(losses.items())))
 
 
-def _check_sizes(sim: Simulation, outcome: Outcome) -> None:
-    layout = sim.core.layout
-    for name, vector, size in (
-        ("delta", outcome.delta, layout.size),
-        ("statistics", outcome.statistics, layout.statistics_size),
-    ):
-        if vector.dtype != layout.dtype or vector.shape != (size,):
-            raise UsageError(
-                f"the engine returned a {name} of {vector.dtype} {tuple(vector.shape)} for client {outcome.client}; "
-                f"it must be {layout.dtype} ({size},): a flat vector in the order of the layout."
-            )
+def collect(
+    sim: Simulation,
+    engine: UploadingEngine,
+    state: State,
+    groups: Sequence[Group],
+    shared: wire.Shared,
+    cohort: Cohort,
+) -> Sent:
+    """Read the uploads that clients made where they trained."""
+    core, nominal, device = sim.core, nominal_weights(groups), sim.core.space.device
+    near = wire.Shared(Mask(shared.mask.bits.cpu()))  # messages are read on a CPU, wherever the model is
+    expected = core.expected(wire.UPLOAD, near)
+    losses, bodies, encodings = dict[int, float](), dict[int, wire.Body](), dict[int, wire.Encoding]()
+
+    def kept(client: int) -> Kept:
+        return Kept(sim.residuals.get(client), cohort.memories.get(client))
+
+    broadcast = Broadcast.of(cohort, shared.mask, state.ledger.version)
+    for reply in engine.upload(broadcast, {client: nominal[client] for client in cohort.clients}, kept):
+        client = reply.client
+        _check_client(client, nominal, losses, cohort.round)
+        losses[client] = reply.loss
+        check_loss(reply.loss, client, cohort.round)
+        sim.keep(client, reply.kept.residual, reply.kept.memory)
+        received = wire.decode(reply.message, expected)[1]
+        encodings[client] = wire.arrived(reply.message, received)
+        bodies[client] = on_device(device, received, shared)
+    actual = _actual_weights(groups, bodies)
+    uploads = [
+        Upload(client, actual[client], bodies[client].update, bodies[client].statistics, core.seed)
+        for client in sorted(bodies)
+    ]
+    return Sent(uploads, dict(sorted(encodings.items())), dict(sorted(losses.items())), engine.notes())
+
+
+def _check_client(client: int, nominal: Mapping[int, float], losses: Mapping[int, object], round: int) -> None:
+    if client not in nominal or client in losses:
+        raise UsageError(
+            f"round {round}: the engine returned client {client}, which was "
+            f"{'returned before' if client in losses else 'not invited'}: it must return each client of the "
+            "cohort once."
+        )
+
+
+def _actual_weights(groups: Sequence[Group], arrived: Mapping[int, object]) -> dict[int, float]:
+    """A client of a group that is short of its quota weighs more."""
+    return {
+        c: w for group in groups for c, w in group.actual_weights([c for c in group.clients if c in arrived]).items()
+    }
 
 
 def _received(
@@ -104,11 +143,9 @@ def _received(
     encodings: Mapping[int, wire.Encoding],
     losses: Mapping[int, float | Tensor],
 ) -> list[Upload]:
-    """What arrives of the uploads; a client of a group that is short of its quota weighs more."""
+    """What arrives of the uploads."""
     core, version, nominal = sim.core, state.ledger.version, nominal_weights(groups)
-    actual = {
-        c: w for group in groups for c, w in group.actual_weights([c for c in group.clients if c in bodies]).items()
-    }
+    actual = _actual_weights(groups, bodies)
     uploads = []
     for client in sorted(bodies):
         header = wire.Header(
@@ -126,13 +163,6 @@ def _received(
         except WireError as error:
             if bodies[client].update.finite():
                 raise
-            message = f"round {header.round}: the update of client {client} is not finite. {DIVERGED}"
-            raise Diverged(message) from error
+            raise not_finite(client, header.round) from error
         uploads.append(Upload(client, actual[client], received.update, received.statistics, core.seed))
     return uploads
-
-
-def check_loss(loss: float, client: int, round: int) -> None:
-    """A loss that is not finite ends the run."""
-    if not math.isfinite(loss):
-        raise Diverged(f"round {round}: the loss of client {client} is {loss}. {DIVERGED}")

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
-from torch import Tensor
 
 from gluefl import files
 from gluefl.core.server import State
@@ -261,8 +260,3 @@ def _discard(folder: Path, rounds: Iterable[int]) -> None:
     for path in folder.glob("state-*"):
         if path.suffix == files.TEMPORARY or (path.suffix == ".safetensors" and path.name not in names):
             path.unlink()
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
-    """As `save_file` of safetensors, whose error on a full disk is none of the system's and says less."""
-    path.write_bytes(to_bytes(tensors, notes))

@@ -5,6 +5,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,17 @@ class Journal:
             if rounds:
                 with open(self.path, "rb") as source:
                     target.writelines(itertools.islice(source, rounds))
+
+
+def keep_rounds(path: Path, rounds: int) -> None:
+    """Of lines that may skip rounds, keep the whole ones of the first rounds: what a crash left half written goes."""
+    if not path.exists():
+        return
+    with open(path, "rb") as source, files.replacing(path) as target:
+        for text in source:
+            with suppress(ValueError):
+                if unseal(text)[0].get("round", 0) <= rounds:
+                    target.write(text)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[Line, int, bool]]:

@@ -6,7 +6,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -134,6 +134,7 @@ class Traits:
     upload_codec: Codec = FLOAT32  # of the values that clients send
     package_codec: Codec = FLOAT32  # of the weights that the server sends
     optimizer_acts_on: Literal["sum", "update"] = "update"  # the sum before selection, or the update that is published
+    optimizer_may_remember: bool = True  # whether its momentum is kept for coordinates that are not published
     covers: Literal["weights", "everything"] = "weights"  # or the statistics too, as one vector after the weights
 
     def problems(self) -> Iterator[str]:
@@ -187,3 +188,12 @@ def weighted_sum(uploads: Sequence[Upload], space: Space) -> Tensor:
     """Σ ν_i Δ_i, always in the order of the uploads: the same bits in whatever order clients were trained."""
     total = torch.zeros(space.size, device=space.device)
     return add_all(total, [upload.update for upload in uploads], [upload.weight for upload in uploads])
+
+
+@runtime_checkable
+class MeasuresUploads(Protocol):
+    """A strategy that measures an upload without undoing its encoding; the guard of a server asks it."""
+
+    def measured(self, sent: Tensor, space: Space) -> tuple[float, Tensor]:
+        """Server: the length of the update in the values of an upload, and the change of the statistics in them."""
+        ...

@@ -84,7 +84,12 @@ class Coded:
         """The codecs; an optimiser acts before values are rounded to be published."""
         own = self.strategy.traits(space)
         if self.package != "float32":
-            own = replace(own, package_codec=_codec(self.package), optimizer_acts_on="sum")
+            own = replace(
+                own,
+                package_codec=_codec(self.package),
+                optimizer_acts_on="sum",
+                optimizer_may_remember=type(self.strategy) is FedAvg,  # the others select after it
+            )
         return own if self.upload == "float32" else replace(own, upload_codec=_codec(self.upload))
 
     def init(self, space: Space, initial: Tensor) -> tuple[Any, Tensor]:

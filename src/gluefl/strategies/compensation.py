@@ -24,7 +24,7 @@ def compensate(delta: Tensor, residual: Tensor | None, weight: float, mode: Comp
 
 
 def remember(delta: Tensor, sent: Sparse, weight: float, mode: Compensation) -> Tensor | None:
-    """h = Δ − what was sent."""
+    """h = Δ − what was sent, as the server decodes it: also what rounding the values left out."""
     if mode == "none":
         return None
     return sent.rest_of(delta, weight if mode == "rescaled" else 1)

@@ -104,7 +104,7 @@ class Lean:
         variances = tuple(statistic.kind == "variance" for statistic in space.statistics)
         cells = CellCodec((*space.tensors, *sizes), (*(False for _ in space.tensors), *variances))
         uploads = RotatedBodies(rotated_codec(self.rotated, space.size), Floats8(sizes))
-        return Traits(uploads, CellBodies(cells), "sum", "everything")
+        return Traits(uploads, CellBodies(cells), "sum", covers="everything")
 
     def init(self, space: Space, initial: Tensor) -> tuple[LeanState, Tensor]:
         """Version 0: weights on a grid finer than the first steps, means on one, variances on the logarithmic grid."""
@@ -146,6 +146,11 @@ class Lean:
         size = task.space.size
         codes = self.rotated.compress(delta[:size], task.seed, task.round, task.client)
         return whole(torch.cat([codes, rounded(delta[size:], task.space.statistics_segments)])), None
+
+    def measured(self, sent: Tensor, space: Space) -> tuple[float, Tensor]:
+        """The length of the rotated update, which is that of the update, and the change of the statistics."""
+        codes = self.rotated.size(space.size)
+        return self.rotated.length(sent[:codes], space.size), sent[codes:]
 
     def combine(self, state: LeanState, uploads: Sequence[Upload], round: int) -> Tensor:
         """Σ ν_i Δ_i of the weights, and the mean change of the statistics."""

@@ -64,8 +64,6 @@ class STC:
         sent = part_of(delta, self._top(delta, task.space, task.round))
         if self.ternary:
             sent = _ternary(sent)
-            factor = task.weight if self.compensation == "rescaled" else 1.0
-            return sent, None if self.compensation == "none" else sent.add_to(delta * factor, -factor)
         return sent, remember(delta, sent, task.weight, self.compensation)
 
     def combine(self, state: STCState, uploads: Sequence[Upload], round: int) -> Tensor:

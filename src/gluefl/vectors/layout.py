@@ -11,7 +11,7 @@ travels. A module that updates other buffers in training names them in an attrib
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -105,10 +105,13 @@ class Layout:
                 # An averaged batch count need not be whole; the counter of the module is.
                 target.copy_(view if target.is_floating_point() else view.round())
 
-    def state_dict(self, module: nn.Module, weights: Tensor, statistics: Tensor) -> dict[str, Tensor]:
+    def state_dict(
+        self, module: nn.Module, weights: Tensor, statistics: Tensor, leave_out: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """The vectors under the names of the module's own state dict, ready to be saved or loaded."""
         self.fill(module, weights, statistics)
-        return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+        named = module.state_dict().items()
+        return {name: tensor.detach().cpu().clone() for name, tensor in named if name not in leave_out}
 
     def _join(self, parts: tuple[Part, ...], tensors: dict[str, Tensor]) -> Tensor:
         pieces = [tensors[part.name].detach().reshape(-1).to(self.dtype) for part in parts]

@@ -65,6 +65,8 @@ class Mask:
     @property
     def positions(self) -> Tensor:
         """The covered positions, increasing."""
+        if self._count == self.size:
+            return torch.arange(self.size, device=self.bits.device)
         if self.bits.is_cuda:
             return self.bits.nonzero().squeeze(1)
         return torch.from_numpy(np.flatnonzero(self.bits.numpy()))  # five times as fast as torch's nonzero on a CPU

@@ -81,7 +81,7 @@ class Sparse(Support, Protocol):
         ...
 
     def rest_of(self, vector: Tensor, weight: float = 1.0) -> Tensor:
-        """`weight` times a vector, zero at these positions."""
+        """`weight` times what a vector has beyond this: zero at positions where the values are those of the vector."""
         ...
 
     def finite(self) -> Tensor:
@@ -155,8 +155,8 @@ class Listed:
         return vector.index_fill_(0, self.positions, value)
 
     def rest_of(self, vector: Tensor, weight: float = 1.0) -> Tensor:
-        """`weight` times a vector, zero at these positions."""
-        return self.set_in(vector * weight, 0)
+        """`weight` times what a vector has beyond this."""
+        return self.add_to(vector * weight, -weight)
 
     def finite(self) -> Tensor:
         """Whether all values are finite."""
@@ -225,7 +225,9 @@ class Masked:
         return vector.fill_(value) if self.is_whole else vector.masked_fill_(self.mask.bits, value)
 
     def rest_of(self, vector: Tensor, weight: float = 1.0) -> Tensor:
-        """`weight` times a vector, zero at these positions."""
+        """`weight` times what a vector has beyond this."""
+        if self.vector is not vector:  # the values were rounded
+            return self.add_to(vector * weight, -weight)
         return torch.zeros_like(vector) if self.is_whole else scaled_outside(vector, self.mask.bits, weight)
 
     def finite(self) -> Tensor:

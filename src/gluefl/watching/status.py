@@ -30,13 +30,20 @@ class Status:
     def __init__(self, goal: Goal) -> None:
         self.goal, self.round, self._down_bytes = goal, 0, 0
         self._values = deque[float](maxlen=goal.window)  # of the last evaluations
+        self._reached = 0  # the round that reached the target, after which a run may go on
 
     def add(self, line: Any) -> bool:
         """Add the line of a round; whether it was evaluated."""
         self.round, self._down_bytes = line["round"], self._down_bytes + line["down_bytes"]
         if line["accuracy"] is not None:
             self._values.append(line["accuracy"])
+            self._reached = self._reached or (self.round if self._reaches() else 0)
         return line["accuracy"] is not None
+
+    def _reaches(self) -> bool:
+        complete, target = len(self._values) == self.goal.window, self.goal.target
+        mean = math.fsum(self._values) / len(self._values)
+        return complete and target is not None and self.goal.score.reached(mean, target)
 
     def __str__(self) -> str:
         """The last evaluation; with a target the mean that is compared with it, or how many evaluations it lacks."""
@@ -47,6 +54,8 @@ class Status:
         if goal.target is None:
             return f"{value}  {down}"
         target = goal.score.short(goal.target)
+        if self._reached and self.round > self._reached:
+            return f"{value} ({target} in round {self._reached})  {down}"
         if goal.window == 1:
             return f"{value} of {target}  {down}"
         mean = goal.score.text(math.fsum(self._values) / known).removesuffix("%")

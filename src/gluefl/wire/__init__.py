@@ -6,6 +6,7 @@ from gluefl.wire.headers import NO_HASH, PACKAGE, UPLOAD, Expected, Header
 from gluefl.wire.lengths import Encoding
 from gluefl.wire.messages import (
     HEADER_BYTES,
+    arrived,
     decode,
     encode,
     encode_body,
@@ -32,6 +33,7 @@ __all__ = [
     "Packed",
     "Shared",
     "ValueCodec",
+    "arrived",
     "count_positions",
     "decode",
     "encode",

@@ -1,6 +1,7 @@
 """What a message says of itself, and what its receiver expects; the same for both formats."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -44,6 +45,11 @@ class Expected:
     shared: Shared | None = None  # for uploads: the mask both sides know
     codec: ValueCodec | BodyCodec = FLOAT32
     origin: Tensor | None = None  # for packages: version 0, where both sides know it
+
+    @cached_property
+    def body_codec(self) -> BodyCodec | None:
+        """The codec, if it encodes whole bodies. Python takes long to tell by the members of a protocol."""
+        return self.codec if isinstance(self.codec, BodyCodec) else None
 
     @property
     def longest(self) -> int:

@@ -7,6 +7,7 @@ of a package depends only on the version a client holds, so that it is encoded o
 import hashlib
 import struct
 import zlib
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -44,6 +45,12 @@ def measure(body: Body) -> int:
 def message_bytes(encoding: Encoding) -> int:
     """The length of the message of a body whose positions are being encoded."""
     return (AROUND_BYTES if encoding.positions is not None else compact.HEADER_BYTES) + encoding.body_bytes
+
+
+def arrived(data: bytes, body: Body) -> Encoding:
+    """The encoding of a message that was read: its length and its support, as those of a body that is measured."""
+    body_bytes = len(data) - compact.HEADER_BYTES
+    return Encoding(None, None, body.update.support, lambda: body_bytes)
 
 
 def expected_bytes(body: Body) -> int:
@@ -104,11 +111,11 @@ def encode_body(body: Body, encoding: Encoding | None = None) -> bytes:
 
 def decode(data: bytes, expected: Expected) -> tuple[Header, Body]:
     """Read a message, or raise `WireError`: nothing is allocated beyond the sizes that were checked."""
-    codec = expected.codec
-    if isinstance(codec, BodyCodec):
+    if (whole := expected.body_codec) is not None:
         header, body = compact.read(data, expected)
         shared = expected.shared or Shared(Mask.uniform(expected.size, False, torch.device("cpu")))
-        return header, Body(codec.decode(body, expected.origin), torch.zeros(0), shared, False, codec, expected.origin)
+        return header, Body(whole.decode(body, expected.origin), torch.zeros(0), shared, False, whole, expected.origin)
+    codec = cast(ValueCodec, expected.codec)
     header, body = _read_header(data, expected)
     reader = _Reader(body)
     covered, packed_mask = _read_mask(reader, expected)

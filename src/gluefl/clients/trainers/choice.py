@@ -1,12 +1,12 @@
 """Which trainer a model and a rule get."""
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from gluefl.clients.cohort import Trainer
+from gluefl.clients.precision import check_precision, precision_of
 from gluefl.clients.rules import LocalRule, Loss, TorchOptimizer
 from gluefl.clients.trainers.chain import dense_layers
 from gluefl.clients.trainers.dense import Dense
@@ -16,6 +16,7 @@ from gluefl.clients.trainers.workers import Workers
 from gluefl.errors import UsageError
 from gluefl.populations import Population, samples_of
 from gluefl.populations.inputs import applied
+from gluefl.vectors.frozen import copied
 from gluefl.vectors.layout import Layout
 
 DENSE_LIMIT = 1_000_000  # parameters; above it the products of single clients fill a core alone
@@ -42,7 +43,9 @@ def choose(
         )
     flat = not isinstance(rule, TorchOptimizer)
     stackable = flat and not pass_.random and bool(getattr(module, "stackable", True))
-    dense = type(rule) in Dense.fuses and is_chain(module, population) and pass_.single
+    check_precision(precision_of(rule), device)
+    plain = type(rule) in Dense.fuses and precision_of(rule) is None
+    dense = plain and is_chain(module, population) and pass_.single
     if name == "auto":
         name = _best(module, device, pass_.random, dense, stackable)
     if name == "stacked" and not flat:
@@ -53,7 +56,8 @@ def choose(
         raise UsageError("training.trainer = 'workers' is for CPU cores and models without dropout: use 'loop'.")
     if name == "dense" and (device.type != "cpu" or not dense):
         raise UsageError(
-            "training.trainer = 'dense' is for chains of Linear and ReLU on a CPU, trained by LocalSGD: use 'workers'."
+            "training.trainer = 'dense' is for chains of Linear and ReLU on a CPU, trained by LocalSGD in float32: "
+            "use 'workers'."
         )
     kind = {"dense": Dense, "workers": Workers, "stacked": Stacked, "loop": Loop}[name]
     trainer: Trainer = kind(module, layout, population.transform, loss)
@@ -80,7 +84,7 @@ def probe(module: nn.Module, layout: Layout, population: Population) -> Pass:
     middle of the forward pass, so that only a pass can tell."""
     has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
     device = next(module.parameters()).device
-    probed = copy.deepcopy(module).train()
+    probed = copied(module).train()
     tracked = {part.name for part in layout.statistics}
     constants = {name: buffer.clone() for name, buffer in probed.named_buffers() if name not in tracked}
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():

@@ -43,6 +43,8 @@ class Dense:
         """Clients with the same number of steps train together."""
         if not isinstance(rule, LocalSGD) or type(rule) not in self.fuses:
             raise UsageError(f"the dense trainer runs LocalSGD, not {type(rule).__name__}: use 'loop' or 'workers'.")
+        if rule.precision is not None:
+            raise UsageError(f"the dense trainer computes in float32, not {rule.precision}: use 'loop' or 'workers'.")
         sgd = rule
         if self._pool is None:
             self._pool = pool_of(self.count)

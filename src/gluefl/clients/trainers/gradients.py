@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from gluefl.clients.precision import Precision, lowered, raised
 from gluefl.clients.rules import Loss
 from gluefl.clients.trainers.layers import ManyClients
 from gluefl.populations.inputs import Inputs, each
@@ -28,6 +29,7 @@ class ByVmap:
     layout: Layout
     transform: Callable[[Any], Any]
     loss: Loss
+    precision: Precision | None = None
 
     def __call__(
         self, weights: Tensor, statistics: Tensor, inputs: Inputs, labels: Tensor
@@ -45,9 +47,10 @@ class ByVmap:
             given = each(lambda tensor: _cast(tensor, weights.dtype), self.transform(inputs))
             by_name = dict(given) if isinstance(given, Mapping) else {}
             by_place = () if by_name else given if isinstance(given, tuple) else (given,)
-            outputs = functional_call(self.module, {**tensors, **buffers}, by_place, by_name)
+            with lowered(self.precision, weights.device):
+                outputs = functional_call(self.module, {**tensors, **buffers}, by_place, by_name)
             after = [buffers[part.name].reshape(-1) for part in self.layout.statistics]
-            return self.loss(outputs, labels), torch.cat(after) if after else statistics
+            return self.loss(raised(outputs), labels), torch.cat(after) if after else statistics
 
         def gradients(w: Tensor, s: Tensor, x: Inputs, y: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             gradient, (value, after) = grad_and_value(loss, has_aux=True)(w, s, x, y)

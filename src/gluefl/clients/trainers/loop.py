@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gluefl.clients.cohort import Cohort, Job, Outcome
+from gluefl.clients.precision import Precision, lowered, precision_of, raised
 from gluefl.clients.rules import Context, Final, LocalRule, Loss, Rule, TorchOptimizer, advance
 from gluefl.populations.inputs import applied
 from gluefl.vectors.layout import Layout, split
@@ -39,7 +40,7 @@ class Loop:
         named = dict(self.module.named_parameters())
         parameters = [named[part.name] for part in self.layout.weights]
         losses: list[Tensor] = []
-        gradients = self._gradients(job, parameters, losses)
+        gradients = self._gradients(job, parameters, losses, precision_of(rule))
         if isinstance(rule, TorchOptimizer):
             final = self._by_optimizer(rule, context, parameters, gradients)
         else:
@@ -47,11 +48,16 @@ class Loop:
         statistics = self.layout.flatten(self.module)[1][: self.layout.tracked_size]
         return Outcome.of(job, final, statistics, float(torch.stack(losses).mean()))
 
-    def _gradients(self, job: Job, parameters: list[nn.Parameter], losses: list[Tensor]) -> Iterator[list[Tensor]]:
+    def _gradients(
+        self, job: Job, parameters: list[nn.Parameter], losses: list[Tensor], precision: Precision | None
+    ) -> Iterator[list[Tensor]]:
         """The gradients of batch after batch, at the parameters that the module has then."""
         for batch in job.batches.to(parameters[0].device):
             samples = job.samples[batch]
-            loss = self.loss(applied(self.module, self.transform(samples.inputs)), samples.labels)
+            inputs = self.transform(samples.inputs)
+            with lowered(precision, batch.device):
+                outputs = applied(self.module, inputs)
+            loss = self.loss(raised(outputs), samples.labels)
             losses.append(loss.detach())
             yield list(torch.autograd.grad(loss, parameters, materialize_grads=True))
 
@@ -69,12 +75,12 @@ class Loop:
     def _by_optimizer(
         self, rule: TorchOptimizer, context: Context, parameters: list[nn.Parameter], gradients: Iterator[list[Tensor]]
     ) -> Final:
-        optimizer = rule.factory(parameters, context.lr)
+        optimizer = rule.build(parameters, context.lr)
         frozen = None if context.frozen is None else [piece for _, piece in split(self.layout.weights, context.frozen)]
         for gradient in gradients:
             for i, parameter in enumerate(parameters):
                 parameter.grad = gradient[i] if frozen is None else gradient[i].masked_fill(frozen[i], 0)
-            optimizer.step()
+            rule.move(optimizer)
             if context.frozen is not None:
                 weights = self.layout.flatten(self.module)[0]
                 self._write(parameters, torch.where(context.frozen, context.start, weights))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from gluefl.clients.cohort import Cohort, Job, Outcome
+from gluefl.clients.precision import Precision, precision_of
 from gluefl.clients.rules import Final, LocalRule, LocalSGD, Loss, Rule, TorchOptimizer, advance
 from gluefl.clients.trainers.gradients import ByLayers, ByVmap, Gradients, difference
 from gluefl.clients.trainers.layers import ManyClients
@@ -53,6 +54,7 @@ class Stacked:
         """In slices of as many clients as fit."""
         if isinstance(rule, TorchOptimizer):
             raise UsageError("the stacked trainer runs rules on flat tensors, not torch.optim: use 'loop'.")
+        self._lower(precision_of(rule))
         done = 0
         while done < len(jobs):
             if not self.module.training:  # an evaluation came between; `train()` itself takes a millisecond
@@ -68,6 +70,13 @@ class Stacked:
                 self.most = -(-len(slice_) // 2)
                 continue
             done += len(slice_)
+
+    def _lower(self, precision: Precision | None) -> None:
+        """Our kernels compute in float32: a lower precision comes from vmap."""
+        if precision is not None:
+            self.layers = None
+        if precision != self._by_vmap.precision:
+            self._by_vmap = replace(self._by_vmap, precision=precision)
 
     def _train(self, cohort: Cohort, jobs: Sequence[Job], rule: Rule) -> list[Outcome]:
         inputs, labels = gather(jobs, max(len(job.batches) for job in jobs), cohort.weights.device)

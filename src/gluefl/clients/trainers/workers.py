@@ -4,7 +4,6 @@ Convolutions run channels-last, where pooling is ten times as fast; a client's s
 once; weights are written into the module, never loaded through a state dict, and never pickled.
 """
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,9 +16,11 @@ from torch import Tensor, nn
 
 from gluefl.accel.threads import available, pool_of
 from gluefl.clients.cohort import Cohort, Job, Outcome
+from gluefl.clients.precision import lowered, raised
 from gluefl.clients.rules import LocalRule, LocalSGD, Loss
 from gluefl.clients.trainers.loop import Loop
 from gluefl.populations.inputs import Inputs, applied, at, each
+from gluefl.vectors.frozen import copied
 from gluefl.vectors.layout import Layout, split
 
 
@@ -46,8 +47,10 @@ class Workers:
             # In a thread of the pool torch uses one core; the cores are shared between clients instead.
             self._pool = pool_of(self.count)
             self.channels_last = self.channels_last and self._accepts_channels_last(jobs[0])
-            for _ in range(self.count):
-                self._benches.put(self._bench())
+            module = self._converted() if self.channels_last else self.module
+            for _ in range(self.count):  # the frozen part, converted once, is shared by all of them
+                loop = Loop(copied(module), self.layout, self.transform, self.loss)
+                self._benches.put(Bench.of(loop, self.channels_last))
 
         def work(job: Job) -> Outcome:
             bench = self._benches.get()
@@ -70,16 +73,13 @@ class Workers:
             for future in running:
                 future.cancel()
 
-    def _bench(self) -> "Bench":
-        module = copy.deepcopy(self.module)
-        if self.channels_last:
-            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return Bench.of(Loop(module, self.layout, self.transform, self.loss), self.channels_last)
+    def _converted(self) -> nn.Module:
+        return copied(self.module).to(memory_format=torch.channels_last)  # type: ignore[no-any-return, call-overload]
 
     @torch.no_grad()
     def _accepts_channels_last(self, job: Job) -> bool:
         # `x.view(len(x), -1)` after a convolution needs the channels first.
-        module = copy.deepcopy(self.module).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module = self._converted()
         inputs = self.transform(at(job.samples.inputs, job.batches[0]))
         try:
             applied(module, _channels_last(inputs))
@@ -127,7 +127,9 @@ class Bench:
         total, batch = torch.zeros(()), job.batches.shape[1]
         for step in range(len(job.batches)):
             rows = slice(step * batch, (step + 1) * batch)
-            loss = loop.loss(applied(loop.module, at(inputs, rows)), labels[rows])
+            with lowered(sgd.precision, total.device):
+                outputs = applied(loop.module, at(inputs, rows))
+            loss = loop.loss(raised(outputs), labels[rows])
             gradient = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
             with torch.no_grad():
                 if sgd.weight_decay:

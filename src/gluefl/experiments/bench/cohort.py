@@ -12,6 +12,7 @@ import torch
 from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.trainers.choice import choose
+from gluefl.experiments.bench.progress import counted
 from gluefl.experiments.bench.workloads import CLIENTS, COHORT, MODELS, SGD, Noisy, bare_round, model
 from gluefl.simulation.process import device_of
 from gluefl.vectors.layout import Layout
@@ -67,7 +68,7 @@ def alternate(
     """Run the candidates alternately, so that other load affects all of them; the first two rounds do not count."""
     clock = time.process_time if cores == 1 and device == "cpu" else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in rounds_of}
-    for number in range(rounds + 2):
+    for number in counted(range(rounds + 2), f"rounds of {', '.join(rounds_of)}"):
         for name, play in rounds_of.items():
             began = clock()
             play(np.random.default_rng(number))

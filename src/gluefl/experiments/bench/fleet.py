@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gluefl.experiments.bench.progress import counted
 from gluefl.fleet import Fleet
 from gluefl.randomness import stream
 
@@ -84,7 +85,8 @@ def _fresh_memory_mb(clients: int) -> float:
 def scale(rounds: int) -> dict[str, dict[str, float]]:
     """Seconds per round and memory for a thousand and for a million clients."""
     best = dict.fromkeys(SCALES, float("inf"))
-    for seed in range(REPEATS):  # alternating, and the best of each: other load on the machine affects both alike
+    # Alternating, and the best of each: other load on the machine affects both alike.
+    for seed in counted(range(REPEATS), "repetitions"):
         for clients in SCALES:  # a new fleet each time, because a fleet keeps the results of earlier queries
             best[clients] = min(best[clients], _seconds(clients, rounds, clients + seed))
     return {
@@ -96,7 +98,7 @@ def scale(rounds: int) -> dict[str, dict[str, float]]:
 def measure(rounds: int = 2000) -> dict[str, Any]:
     """The object that `gluefl bench fleet --json` prints."""
     return {
-        "networks": {name: last_arrivals(name, rounds) for name in ("edge", "5g", "cloud")},
+        "networks": {name: last_arrivals(name, rounds) for name in counted(("edge", "5g", "cloud"), "networks")},
         "scale": scale(rounds=max(1, rounds // 100)),
     }
 

@@ -15,6 +15,7 @@ from gluefl.clients.cohort import Cohort, Job, Outcome
 from gluefl.clients.rules import LocalSGD
 from gluefl.clients.trainers.stacked import Stacked
 from gluefl.experiments.bench.cohort import alternate, pin
+from gluefl.experiments.bench.progress import counted
 from gluefl.experiments.bench.workloads import CLASSES, COHORT, SAMPLES, SGD
 from gluefl.populations import Samples
 from gluefl.simulation.process import device_of
@@ -45,7 +46,7 @@ def measure(
     pin(cores)
     device_of(device)  # refuses one that cannot be used
     results = {}
-    for name in names or tuple(WORK):
+    for name in counted(names or tuple(WORK), "models"):
         work = partial(_Work, name, device, cohort, side)
         layers, without_tf32, by_vmap = work(), work(tf32=False), work(by_vmap=True)
         candidates = {"gluefl_s": layers.play, "without_tf32_s": without_tf32.play, "vmap_s": by_vmap.play}

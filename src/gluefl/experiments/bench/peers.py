@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from gluefl.experiments.bench.progress import counted
+
 WARM_UP = 2
 
 
@@ -23,7 +25,8 @@ def measure(rounds: int = 5) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for workload in ("w1", "w2"):
         count = rounds if workload == "w1" else 4 * rounds
-        results[workload] = {name: _in_process(name, workload, count) for name in ("gluefl", "pfl", "flower")}
+        peers = counted(("gluefl", "pfl", "flower"), f"programs on {workload}")
+        results[workload] = {name: _in_process(name, workload, count) for name in peers}
     return results
 
 
@@ -32,7 +35,7 @@ def _in_process(peer: str, workload: str, rounds: int) -> float | None:
     if importlib.util.find_spec(module) is None:
         return None
     command = [sys.executable, "-m", "gluefl.experiments.bench.peers", peer, workload, str(rounds)]
-    done = subprocess.run(command, capture_output=True, text=True, env=_offline())  # noqa: S603 - a module of our own
+    done = subprocess.run(command, capture_output=True, text=True, env=offline())  # noqa: S603 - a module of our own
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
     if not lines:
         print(f"{peer} did not finish {workload}:\n{done.stderr[-2000:]}", file=sys.stderr)
@@ -41,7 +44,8 @@ def _in_process(peer: str, workload: str, rounds: int) -> float | None:
     return statistics.fmean(seconds[WARM_UP:])  # the kernel counts in hundredths, a round of W2 takes a few of them
 
 
-def _offline() -> dict[str, str]:
+def offline() -> dict[str, str]:
+    """The environment of a peer: it reports nothing to anybody and uses one thread."""
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     return {**os.environ, **quiet, "OMP_NUM_THREADS": "1"}
 
@@ -174,6 +178,46 @@ def _flower(workload: str, rounds: int) -> list[float]:
     }
     run_simulation(server, client, num_supernodes=work.CLIENTS, backend_config=resources)
     return clock.seconds[1:]  # the first tick is the evaluation before round 1
+
+
+def idle_flower(workers: int, cohort: int, parameters: int, rounds: int, dense: bool) -> list[float]:
+    """Seconds of rounds of Flower's simulation whose clients do nothing: the model goes out, and comes back if
+    `dense`."""
+    import numpy as np
+    from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+    from flwr.app import Message as FlowerMessage
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import ServerApp
+    from flwr.simulation import run_simulation
+
+    client, server, seconds = ClientApp(), ServerApp(), list[float]()
+
+    @client.train()  # type: ignore[untyped-decorator]
+    def train(message: Any, context: Any) -> Any:
+        reply = {"arrays": message.content["arrays"]} if dense else {"metrics": MetricRecord({"loss": 0.0})}
+        return FlowerMessage(content=RecordDict(reply), reply_to=message)
+
+    @server.main()  # type: ignore[untyped-decorator]
+    def main(grid: Any, context: Any) -> None:
+        weights = np.random.default_rng(0).standard_normal(parameters, dtype=np.float32)
+        while len(nodes := list(grid.get_node_ids())) < cohort:
+            time.sleep(0.1)
+        for number in range(rounds):
+            began = time.perf_counter()
+            content = RecordDict({"arrays": ArrayRecord({"weights": Array(weights)})})
+            messages = [FlowerMessage(content, node, "train", group_id=str(number)) for node in nodes]
+            replies = list(grid.send_and_receive(messages))
+            assert len(replies) == cohort and not any(reply.has_error() for reply in replies)
+            if dense:
+                weights = sum(reply.content["arrays"]["weights"].numpy() for reply in replies) / cohort
+            seconds.append(time.perf_counter() - began)
+
+    resources = {
+        "init_args": {"num_cpus": workers, "include_dashboard": False, "object_store_memory": 2**30},
+        "client_resources": {"num_cpus": 1, "num_gpus": 0},
+    }
+    run_simulation(server, client, num_supernodes=cohort, backend_config=resources)
+    return seconds
 
 
 class _Clock:

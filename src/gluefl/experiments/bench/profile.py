@@ -21,6 +21,7 @@ from gluefl.accel.resources import resources
 from gluefl.core.server import State
 from gluefl.experiments.bench.cohort import pin
 from gluefl.experiments.bench.fleet import authors
+from gluefl.experiments.bench.progress import counted
 from gluefl.experiments.bench.round import Work, setting
 from gluefl.fleet import Devices, Instant
 from gluefl.simulation.parts import Simulation
@@ -155,7 +156,7 @@ def _play(
     play: Player, sim: Simulation, state: State, rounds: int, synchronise: Callable[[], None]
 ) -> tuple[State, float]:
     began = time.perf_counter()
-    for _ in range(rounds):
+    for _ in counted(range(rounds), "rounds"):
         state, _ = play(sim, state)
     synchronise()  # and not before: rounds overlap on a GPU
     return state, time.perf_counter() - began

@@ -21,6 +21,7 @@ from gluefl.core.ledger import Ledger
 from gluefl.core.sampling import Pool
 from gluefl.core.server import Core, State, start
 from gluefl.experiments.bench.cohort import pin, spread
+from gluefl.experiments.bench.progress import counted
 from gluefl.experiments.bench.round import Work
 from gluefl.fleet import Instant
 from gluefl.randomness import stream
@@ -105,7 +106,7 @@ def measure(sizes: Sequence[int], work: Work, rounds: int = 40, known: int = 300
     pin(1)
     with tempfile.TemporaryDirectory(prefix="gluefl-bench-") as folder, resources():
         federations = [Federation(replace(work, clients=size), known, Path(folder)) for size in sizes]
-        for _ in range(max(rounds, 3 * EVERY)):
+        for _ in counted(range(max(rounds, 3 * EVERY)), "rounds"):
             for federation in federations:
                 federation.play()
         results = [federation.measured() for federation in federations]

@@ -4,51 +4,11 @@
   const { figures, colours } = JSON.parse(document.getElementById("data").textContent);
   const hidden = new Set();
   const colour = label => `var(--c${(colours[label] ?? 0) % 8})`;
-  const dash = label => ((colours[label] ?? 0) >= 8 ? "7 4" : "");
+  // Lines that coincide are told apart by their dashes: the gaps of the later one show the earlier one.
+  const DASHES = ["", "10 5", "7 7", "14 4 3 4", "", "5 4", "2 3", "18 6"];
+  const dash = label => DASHES[((colours[label] ?? 0) + ((colours[label] ?? 0) >> 3)) % 8];
 
-  // --- numbers as people read them --------------------------------------------------------------------
-  const UNITS = {
-    bytes: [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]],
-    seconds: [[3600, "h"], [60, "min"], [1, "s"]],
-    share: [[0.01, "%"]],
-    count: [[1, ""]],
-    number: [[1, ""]],
-  };
-  const unitFor = (unit, size) => UNITS[unit].find(([factor]) => size >= factor) || UNITS[unit].at(-1);
-  const digits = (value, places) => value.toLocaleString("en", { maximumFractionDigits: places });
-  const say = (value, unit) => {
-    const [factor, name] = unitFor(unit, Math.abs(value));
-    const scaled = value / factor;
-    const places = unit === "number" ? Math.max(0, 3 - Math.floor(Math.log10(Math.abs(scaled) || 1))) : unit === "share" ? 1 : Math.abs(scaled) >= 100 ? 0 : Math.abs(scaled) >= 10 ? 1 : 2;
-    return digits(scaled, places) + (name === "%" ? "%" : name ? " " + name : "");
-  };
-
-  // --- axes -------------------------------------------------------------------------------------------
-  const niceStep = (span, count) => {
-    const raw = span / count, power = 10 ** Math.floor(Math.log10(raw));
-    return power * [1, 2, 2.5, 5, 10].find(step => step * power >= raw * 0.999);
-  };
-  function scale(axis, values, from, to, count) {
-    const high = Math.max(...values, 0), low = axis.log ? Math.min(...values) : 0;
-    const [factor, name] = unitFor(axis.unit, high || 1);
-    if (axis.log) {
-      const place = value => from + (Math.log(value / low) / Math.log(high / low || Math.E)) * (to - from);
-      const all = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000].filter(t => t >= low && t <= high);
-      const ticks = all.filter((t, i) => all.length <= count + 2 || i % 3 === 0);
-      return { place, ticks: ticks.map(t => [t, digits(t, 0)]), unit: "" };
-    }
-    const step = niceStep((high || 1) / factor, count) * factor;
-    const whole = axis.unit === "count" ? Math.max(1, Math.ceil(step)) : step;
-    const top = axis.tight ? high || 1 : Math.ceil((high || 1) / whole - 1e-9) * whole;
-    const ticks = [];
-    for (let i = 0; i * whole <= top * 1.0001; i++) ticks.push(i * whole);
-    const places = [0, 1, 2, 3, 4].find(p => Math.abs(((whole / factor) * 10 ** p) % 1) < 1e-6 || p === 4);
-    return {
-      place: value => from + (value / top) * (to - from),
-      ticks: ticks.map(t => [t, digits(t / factor, places) + (name === "%" ? "%" : "")]),
-      unit: name === "%" ? "" : name,
-    };
-  }
+  const { digits, say, scale, labelled } = scales;
 
   const element = (name, attributes, parent, text) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -61,66 +21,164 @@
     plot.replaceChildren();
     return element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title }, plot);
   };
-  const heading = axis => (unit => axis.title + (unit ? ` (${unit})` : ""));
+  const heading = (axis, note) => axis.title + (note ? ` (${note})` : "");
+  const last = values => values[values.length - 1];
 
-  // --- lines ------------------------------------------------------------------------------------------
-  function lines(figure, plot) {
-    const width = Math.max(240, plot.clientWidth), height = Math.round(Math.min(340, Math.max(230, width * 0.52)));
-    const shown = figure.series.filter(one => !hidden.has(one.label));
-    const svg = canvas(plot, width, height, figure.title);
-    const ys = shown.flatMap(one => one.y).concat(figure.target ?? []), xs = shown.flatMap(one => one.x);
-    if (!xs.length) { element("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, svg, "all lines are hidden"); return; }
-    const y = scale(figure.y, ys, height - 44, 26, 5);
-    const left = 12 + 7 * Math.max(...y.ticks.map(([, text]) => text.length)), right = width - 14;
-    const x = scale({ ...figure.x, tight: true }, xs, left, right, width < 420 ? 4 : 7);
+  // Axes with their grid, for lines and for points. Returns the two scales and the edges of the field.
+  function field(figure, svg, width, height, xs, ys, ends, room) {
+    const y = scale(figure.y, ys, ends.y, height - 44, 26, 5);
+    const left = 12 + 7 * Math.max(...y.ticks.map(([, text]) => text.length)), right = width - 14, edge = right - room;
+    const x = scale({ ...figure.x, tight: !figure.points }, xs, ends.x, left, edge, width < 420 ? 4 : 7);
     for (const [value, text] of y.ticks) {
       element("line", { class: "grid", x1: left, x2: right, y1: y.place(value), y2: y.place(value) }, svg);
       element("text", { x: left - 7, y: y.place(value) + 4, "text-anchor": "end" }, svg, text);
     }
     element("line", { class: "axis", x1: left, x2: right, y1: height - 44, y2: height - 44 }, svg);
     for (const [value, text] of x.ticks) {
+      element("line", { class: "axis", x1: x.place(value), x2: x.place(value), y1: height - 44, y2: height - 40 }, svg);
       element("text", { x: x.place(value), y: height - 26, "text-anchor": x.place(value) > right - 8 ? "end" : "middle" }, svg, text);
     }
-    element("text", { class: "title", x: 0, y: 12 }, svg, heading(figure.y)(y.unit));
-    element("text", { class: "title", x: right, y: height - 6, "text-anchor": "end" }, svg, heading(figure.x)(x.unit));
+    element("text", { class: "title", x: 0, y: 12 }, svg, heading(figure.y, y.note));
+    element("text", { class: "title", x: right, y: height - 6, "text-anchor": "end" }, svg, heading(figure.x, x.note));
+    return { x, y, left, right, box: [left, 14, width, height - 44] };
+  }
+  const sized = plot => {
+    const width = Math.max(240, plot.clientWidth);
+    return [width, Math.round(Math.min(340, Math.max(230, width * 0.52)))];
+  };
+  const empty = (svg, width, height) => element("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, svg, "all lines are hidden");
+  // Room for labels at the right edge, if they are short enough for this width.
+  const roomFor = (labels, width) => {
+    const wide = 6.8 * Math.max(...labels.map(label => label.length)) + 16;
+    return wide < width * 0.28 ? wide : 0;
+  };
+  function write(svg, labels, lines, box) {
+    for (const { text, at: [x, y], box: [from, , to], ...label } of labelled(labels, lines, box)) {
+      const near = Math.min(to, Math.max(from, label.x));
+      if (Math.hypot(near - label.x, y - label.y) > 14) element("line", { class: "leader", x1: label.x, y1: label.y, x2: near, y2: y + (y < label.y ? 6 : -6) }, svg);
+      element("text", { class: "name", x, y: y + 4, style: `fill:${colour(text)}` }, svg, text);
+    }
+  }
+
+  // --- lines ------------------------------------------------------------------------------------------
+  // Of a seed only what comes after the end of the mean, where another seed has ended.
+  const drawn = series => {
+    const ends = new Map(series.filter(one => one.kind === "mean" && one.z).map(one => [one.label, last(one.z) ?? 0]));
+    return series.flatMap(one => {
+      if (one.kind !== "seed" || !ends.has(one.label) || !one.z) return [one];
+      const from = one.z.findIndex(z => z >= ends.get(one.label));
+      const cut = values => values.slice(from);
+      const rest = { ...one, x: cut(one.x), y: cut(one.y), z: cut(one.z), reached: one.reached === undefined ? undefined : one.reached - from };
+      return from < 0 || rest.reached < 0 ? [] : [rest];
+    });
+  };
+  function lines(figure, plot) {
+    const [width, height] = sized(plot);
+    const shown = drawn(figure.series.filter(one => !hidden.has(one.label)));
+    const svg = canvas(plot, width, height, figure.title);
+    const full = shown.filter(one => one.x.length);
+    if (!full.length) { empty(svg, width, height); return; }
+    const means = full.filter(one => one.kind === "mean");
+    // An axis that need not start at 0 leaves out the first quarter of the lines, where they only rise.
+    const story = one => (figure.y.zero || one.kind !== "mean" ? one.y : one.y.slice(Math.floor(one.y.length / 4)));
+    const ys = full.flatMap(one => [...story(one), ...(one.high ?? [])]).concat(figure.target ?? []);
+    const names = [...new Set(means.map(one => one.label))], room = names.length > 1 ? roomFor(names, width) : 0;
+    const ends = { x: means.map(one => last(one.x)), y: means.map(one => last(one.y)) };
+    const { x, y, left, right, box } = field(figure, svg, width, height, full.flatMap(one => one.x), ys, ends, room);
+    const frame = `frame-${figure.id}`;
+    element("rect", { x: left, y: 20, width: right - left + 14, height: height - 64 }, element("clipPath", { id: frame }, svg));
+    const inside = element("g", { "clip-path": `url(#${frame})` }, svg);
     if (figure.target) {
       const at = y.place(figure.target);
       element("line", { class: "target", x1: left, x2: right, y1: at, y2: at }, svg);
-      element("text", { x: left + 6, y: at < 40 ? at + 14 : at - 5 }, svg, "target " + say(figure.target, figure.y.unit));
+      const text = "target " + say(figure.target, figure.y.unit);
+      // On a narrow screen the lines need the room.
+      if (width < 420) element("text", { class: "title", x: right, y: 12, "text-anchor": "end" }, svg, "dotted: " + text);
+      else element("text", { class: "name", x: left + 6, y: at < 40 ? at + 14 : at - 5 }, svg, text);
     }
-    const order = { seed: 0, mean: 1, theory: 2 };
-    for (const one of [...shown].sort((a, b) => order[a.kind] - order[b.kind])) {
-      const path = one.x.map((value, i) => `${x.place(value).toFixed(1)} ${y.place(one.y[i]).toFixed(1)}`);
+    const path = (xs, values) => xs.map((value, i) => `${x.place(value).toFixed(1)} ${y.place(values[i]).toFixed(1)}`);
+    for (const one of full.filter(one => one.low)) {
+      const outline = [...path(one.x, one.high), ...path(one.x, one.low).reverse()];
+      element("path", { class: "band", d: "M" + outline.join("L") + "Z", style: `fill:${colour(one.label)}` }, inside);
+    }
+    // Solid lines first: the gaps of a dashed line show what is below it.
+    const order = one => ({ seed: 0, mean: 1, theory: 3 })[one.kind] + (one.kind === "mean" && dash(one.label) ? 1 : 0);
+    for (const one of [...full].sort((a, b) => order(a) - order(b))) {
       const style = `stroke:${one.kind === "theory" ? "var(--ink)" : colour(one.label)}` + (one.kind === "mean" && dash(one.label) ? `;stroke-dasharray:${dash(one.label)}` : "");
-      if (path.length > 1) element("path", { class: one.kind, d: "M" + path.join("L"), style }, svg);
-      else element("circle", { cx: x.place(one.x[0]), cy: y.place(one.y[0]), r: 4, style: `fill:${colour(one.label)}` }, svg);
+      if (one.x.length > 1) element("path", { class: one.kind, d: "M" + path(one.x, one.y).join("L"), style }, inside);
+      else if (one.kind === "mean") element("circle", { cx: x.place(one.x[0]), cy: y.place(one.y[0]), r: 4, style: `fill:${colour(one.label)}` }, inside);
     }
-    for (const one of shown) {
+    for (const one of full) {
       if (one.reached === undefined) continue;
       const [cx, cy] = [x.place(one.x[one.reached]), y.place(one.y[one.reached])];
-      element("circle", { cx, cy, r: 5, style: `fill:${colour(one.label)}` }, svg);
+      element("circle", { cx, cy, r: one.kind === "seed" ? 4 : 5, style: `fill:${colour(one.label)}` }, svg);
+    }
+    if (room) {
+      const tips = means.map(one => ({ text: one.label, x: x.place(last(one.x)), y: y.place(last(one.y)) }));
+      const strokes = full.map(one => one.x.map((value, i) => [x.place(value), y.place(one.y[i])]));
+      const dots = full.filter(one => one.reached !== undefined).map(one => [x.place(one.x[one.reached]), y.place(one.y[one.reached])]);
+      const around = dots.map(([a, b]) => [[a - 5, b], [a + 5, b], [a, b - 5], [a, b + 5], [a, b]]);
+      const aim = figure.target && width >= 420 ? y.place(figure.target) + (y.place(figure.target) < 40 ? 10 : -9) : null;
+      const written = aim === null ? [] : [-4, 0, 4].map(shift => [[left + 6, aim + shift], [left + 80, aim + shift]]);
+      write(svg, tips, [...strokes, ...around, ...written], box);
     }
     const cursor = element("g", {}, svg);
     hover(plot, svg, width, left, right, at => {
       cursor.replaceChildren();
       if (at === null) return null;
-      const found = nearest(shown, x.place, at);
+      const found = nearest(full, x.place, at);
       if (!found.length) return null;
       const middle = x.place(found[0].one.x[found[0].i]);
       element("line", { class: "cursor", x1: middle, x2: middle, y1: 20, y2: height - 44 }, cursor);
       for (const { one, i } of found) {
-        element("circle", { cx: x.place(one.x[i]), cy: y.place(one.y[i]), r: 4.5, style: `fill:${colour(one.label)}` }, cursor);
+        if (y.place(one.y[i]) < height - 40) element("circle", { cx: x.place(one.x[i]), cy: y.place(one.y[i]), r: 4.5, style: `fill:${colour(one.label)}` }, cursor);
       }
       const sameX = found.every(({ one, i }) => one.x[i] === found[0].one.x[found[0].i]);
+      const across = value => say(value, figure.x.unit, figure.x.unit === "seconds" ? x.unit : undefined);
       const rows = found.map(({ one, i }) => [
         one, [
           one.label + (one.kind === "theory" ? " (expected)" : one.kind === "seed" ? ` (seed ${one.seed})` : ""),
           say(one.y[i], figure.y.unit),
-          sameX ? "" : say(one.x[i], figure.x.unit),
-          one.z && figure.z ? (figure.z === "round" ? `round ${digits(one.z[i], 0)}` : `${digits(one.z[i], 0)} ${figure.z}`) : "",
+          one.low ? `${say(one.low[i], figure.y.unit)} to ${say(one.high[i], figure.y.unit)}` : "",
+          sameX ? "" : across(one.x[i]),
+          one.z && figure.z && !(sameX && figure.z === "round" && figure.x.title === "round") ? (figure.z === "round" ? `round ${digits(one.z[i], 0)}` : `${digits(one.z[i], 0)} ${figure.z}`) : "",
         ],
       ]);
-      return { at: middle, title: sameX ? `${figure.x.title}: ${say(found[0].one.x[found[0].i], figure.x.unit)}` : "", rows };
+      return { at: middle, title: sameX ? `${figure.x.title}: ${across(found[0].one.x[found[0].i])}` : "", rows };
+    });
+  }
+
+  // --- points -----------------------------------------------------------------------------------------
+  function points(figure, plot) {
+    const [width, height] = sized(plot);
+    const svg = canvas(plot, width, height, figure.title);
+    const shown = figure.series.filter(one => !hidden.has(one.label)), means = shown.filter(one => one.kind === "mean");
+    if (!means.length) { empty(svg, width, height); return; }
+    const ends = { x: means.map(one => one.x[0]), y: means.map(one => one.y[0]) };
+    const { x, y, box } = field(figure, svg, width, height, shown.flatMap(one => one.x), shown.flatMap(one => one.y), ends, 30);
+    const front = figure.front.map(label => means.find(one => one.label === label)).filter(Boolean).map(one => [x.place(one.x[0]), y.place(one.y[0])]);
+    const steps = front.map(([a, b], i) => (i ? `H${a}V${b}` : `M${a} ${b}`));
+    if (front.length > 1) element("path", { class: "front", d: steps.join("") }, svg);
+    const covered = [];
+    for (const one of shown) {
+      one.x.forEach((value, i) => {
+        const at = { cx: x.place(value), cy: y.place(one.y[i]), r: one.kind === "seed" ? 3 : 8 };
+        // A point on top of another one is smaller, so that the other one shows as a ring.
+        if (one.kind === "mean") at.r -= 3 * Math.min(2, covered.filter(other => Math.hypot(other.cx - at.cx, other.cy - at.cy) < 12).length);
+        if (one.kind === "mean") covered.push(at);
+        const style = one.unreached ? `fill:var(--card);stroke:${colour(one.label)}` : `fill:${colour(one.label)}`;
+        element("circle", { ...at, class: one.kind, style }, svg);
+      });
+    }
+    const tips = means.map(one => ({ text: one.label, x: x.place(one.x[0]), y: y.place(one.y[0]) }));
+    write(svg, tips, shown.map(one => one.x.flatMap((value, i) => [-5, 5].map(d => [x.place(value) + d, y.place(one.y[i])])).slice(0, 2)), box);
+    hover(plot, svg, width, 0, width, (at, down) => {
+      if (at === null) return null;
+      const away = one => Math.hypot(x.place(one.x[0]) - at, y.place(one.y[0]) - down);
+      const rows = [...means].sort((a, b) => away(a) - away(b)).map(one => [
+        one, [one.label, (one.unreached ? "> " : "") + say(one.y[0], "bytes"), (one.unreached ? "> " : "") + say(one.x[0], figure.x.unit, x.unit)],
+      ]);
+      return { at: x.place(ends.x[0]), title: "", rows };
     });
   }
 
@@ -147,13 +205,13 @@
     const svg = canvas(plot, width, height, figure.title);
     const totals = kept.map(({ i }) => figure.series.reduce((sum, one) => sum + one.y[i], 0));
     const left = Math.min(width * 0.35, 14 + 7 * Math.max(4, ...kept.map(({ label }) => label.length))), right = width - 14;
-    const x = scale({ ...figure.x, tight: false }, totals, left, right, width < 420 ? 4 : 7);
+    const x = scale({ ...figure.x, tight: false }, [0, ...totals], totals, left, right, width < 420 ? 4 : 7);
     for (const [value, text] of x.ticks) {
       element("line", { class: "grid", x1: x.place(value), x2: x.place(value), y1: 4, y2: height - 34 }, svg);
       const anchor = x.place(value) > right - 8 ? "end" : "middle";
       element("text", { x: x.place(value), y: height - 20, "text-anchor": anchor }, svg, text);
     }
-    element("text", { class: "title", x: right, y: height - 3, "text-anchor": "end" }, svg, figure.x.title.replace("seconds", { s: "seconds", min: "minutes", h: "hours" }[x.unit]));
+    element("text", { class: "title", x: right, y: height - 3, "text-anchor": "end" }, svg, figure.x.title.replace("seconds", { s: "seconds", min: "minutes", h: "hours" }[x.unit[1]]));
     kept.forEach(({ label, i }, place) => {
       const top = 6 + row * place;
       let from = 0;
@@ -170,9 +228,9 @@
       if (at === null || !kept[place]) return null;
       const { label, i } = kept[place];
       const rows = figure.series.map((one, part) => [
-        { block: part }, [one.label, say(one.y[i], "seconds"), say(one.y[i] / (totals[place] || 1), "share")],
+        { block: part }, [one.label, say(one.y[i], "seconds", x.unit), say(one.y[i] / (totals[place] || 1), "share")],
       ]);
-      return { at: x.place(totals[place] / 2), title: `${label}: ${say(totals[place], "seconds")} a round`, rows };
+      return { at: x.place(totals[place] / 2), title: `${label}: ${say(totals[place], "seconds", x.unit)} a round`, rows };
     });
   }
 
@@ -204,13 +262,13 @@
           cell.append(chip);
         }
         cell.append(text);
-        if (i > 1) cell.className = "soft";
+        if (i > 1) cell.className = text.includes(" to ") ? "soft range" : "soft";
       });
     }
     box.append(table);
     plot.append(box);
-    const side = at + 16 + box.offsetWidth <= width ? at + 16 : Math.max(0, at - 16 - box.offsetWidth);
-    box.style.transform = `translate(${Math.round(Math.min(side, Math.max(0, width - box.offsetWidth)))}px, 18px)`;
+    // Below the figure, where it covers no line.
+    box.style.transform = `translateX(${Math.round(Math.min(Math.max(0, at - box.offsetWidth / 2), Math.max(0, width - box.offsetWidth)))}px)`;
   }
   function legend(figure, box) {
     box.replaceChildren();
@@ -223,11 +281,11 @@
       box.append(item);
     });
     for (const label of labels) {
-      const item = document.createElement("button"), key = Object.assign(document.createElement("i"), { className: "key" });
+      const item = document.createElement("button"), key = Object.assign(document.createElement("i"), { className: figure.points ? "chip" : "key" });
       item.type = "button";
       item.setAttribute("aria-pressed", String(!hidden.has(label)));
       key.style.setProperty("--c", colour(label));
-      if (dash(label)) key.style.borderTopStyle = "dashed";
+      if (dash(label) && !figure.points) key.style.borderTopStyle = dash(label) === "2 3" ? "dotted" : "dashed";
       item.append(key, label);
       item.addEventListener("click", () => { hidden.delete(label) || hidden.add(label); draw(); });
       box.append(item);
@@ -235,7 +293,7 @@
   }
   function save(figure) {
     const quote = text => `"${String(text ?? "").replaceAll('"', '""')}"`;
-    const names = ["label", "kind", "seed", figure.x.title, figure.y.title || "value", figure.z].filter(Boolean);
+    const names = ["label", "kind", "seed", figure.bars.length ? "bar" : figure.x.title, figure.y.title || "value", figure.z].filter(Boolean);
     const rows = figure.series.flatMap(one => one.x.map((value, i) =>
       [one.label, one.kind, one.seed, figure.bars.length ? figure.bars[i] : value, one.y[i], one.z?.[i]].slice(0, names.length)));
     const url = URL.createObjectURL(new Blob([[names, ...rows].map(row => row.map(quote).join(",")).join("\n")], { type: "text/csv" }));
@@ -247,9 +305,19 @@
     for (const box of document.querySelectorAll("[data-figure]")) {
       const figure = figures[box.dataset.figure];
       legend(figure, box.querySelector(".legend"));
-      (figure.bars.length ? bars : lines)(figure, box.querySelector(".plot"));
+      figure.id = box.dataset.figure;
+      (figure.bars.length ? bars : figure.points ? points : lines)(figure, box.querySelector(".plot"));
     }
+    for (const box of document.querySelectorAll(".scroll")) scrolled(box);
   }
+  // A table that is wider than its place shows that there is more.
+  function scrolled(box) {
+    const more = box.scrollWidth - box.clientWidth - box.scrollLeft > 2;
+    box.parentElement.classList.toggle("more", more);
+    box.parentElement.classList.toggle("wide", box.scrollWidth - box.clientWidth > 2);
+  }
+  for (const box of document.querySelectorAll(".scroll")) box.addEventListener("scroll", () => scrolled(box), { passive: true });
+  for (const box of document.querySelectorAll("details")) box.addEventListener("toggle", () => box.querySelectorAll(".scroll").forEach(scrolled));
   for (const box of document.querySelectorAll("[data-figure]")) {
     box.querySelector(".csv").addEventListener("click", () => save(figures[box.dataset.figure]));
   }

@@ -14,7 +14,7 @@ from gluefl.scores import Score
 
 # Runs that differ only in these keys are repetitions of the same experiment.
 INCIDENTAL = ("seed", "rounds", "target", "evaluation.stop_at_target", "checkpoint.every", "training.trainer")
-FAMILIES = ("fedavg", "stc", "apf", "gluefl")
+FAMILIES = ("fedavg", "stc", "apf", "gluefl", "lean")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,29 @@ class Comparison:
     def target(self) -> float | None:
         """The target that they share."""
         return self.runs[0].target if self.variants else None
+
+    @property
+    def unfinished(self) -> list[Run]:
+        """The runs that go on or were stopped: while there is one, nothing is called the best."""
+        return [run for run in [*self.runs, *self.unread] if not run.finished]
+
+    @property
+    def aim(self) -> float | None:
+        """The accuracy at which costs are compared first: the target, or the common one if no run reached it."""
+        if any(run.until(self.target) is not None for run in self.runs) and self.target is not None:
+            return self.target
+        return common_accuracy(self.runs) if len(self.variants) > 1 else None
+
+
+def common_accuracy(runs: Sequence[Run]) -> float | None:
+    """The best value that every run reached, as the paper chooses its targets; accuracies rounded down to 0.1%."""
+    best = [run.best for run in runs if run.best is not None]
+    if not runs or len(best) < len(runs):
+        return None
+    score = runs[0].score
+    common = score.relaxed(score.worst(best) or 0.0)
+    possible = common > 0 or not score.is_share
+    return common if possible and all(run.until(common) is not None for run in runs) else None
 
 
 def palette(labels: Iterable[str]) -> dict[str, int]:
@@ -114,7 +137,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _order(run: Run) -> tuple[Any, ...]:
-    """Sort key: FedAvg first, GlueFL last; numbers in labels are compared as numbers."""
+    """Sort key: FedAvg first, lean last of the known families; numbers in labels are compared as numbers."""
     family = str(run.config.get("strategy.name", run.summary.get("strategy")))
     parts = [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", run.label)]
     return FAMILIES.index(family) if family in FAMILIES else len(FAMILIES), parts, run.seed or 0

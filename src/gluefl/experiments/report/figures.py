@@ -2,77 +2,28 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
+from gluefl.experiments.report.chart import Axis, Figure, Kind, Series
 from gluefl.experiments.report.comparison import Comparison
+from gluefl.experiments.report.front import front
+from gluefl.experiments.report.summaries import settled
 from gluefl.experiments.runs import Run
 from gluefl.experiments.theory.propositions import sticky_return, uniform_return
 from gluefl.experiments.windows import window
 from gluefl.storage.journal import Line
 
-Unit = Literal["bytes", "seconds", "share", "count", "number"]
-Kind = Literal["mean", "seed", "theory"]  # single seeds are drawn as thin lines
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Quantity and scale of an axis."""
-
-    title: str
-    unit: Unit
-    log: bool = False
-
-
-@dataclass(frozen=True)
-class Series:
-    """A line, or one kind of segment in stacked bars. `z` is shown with a point, `reached` marks one."""
-
-    label: str
-    kind: Kind
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    z: tuple[float, ...] = ()
-    seed: int | None = None
-    reached: int | None = None  # index of the point at which the target was reached
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure. A bar chart has `bars`, their labels, and a series for each kind of segment."""
-
-    key: str
-    title: str
-    caption: str
-    x: Axis
-    y: Axis
-    series: tuple[Series, ...]
-    z: str = ""  # the name of z
-    target: float | None = None
-    bars: tuple[str, ...] = ()
+Track = dict[int, tuple[float, float]]  # by round: progress and accuracy
+APART = 8  # ends of lines that are further apart than this factor need a logarithmic axis
 
 
 def figures(comparison: Comparison) -> list[Figure]:
     """All figures for which the journals contain the data."""
     accuracies = (accuracy_by_download, accuracy_by_time, accuracy_by_rounds)
-    made = [make(comparison) for make in (*accuracies, staleness, time_shares, returns, turnover, clients)]
+    made = [make(comparison) for make in (front, *accuracies, staleness, time_shares, returns, turnover, clients)]
     return [figure for figure in made if figure.series]
-
-
-def thinned(figure: Figure, points: int) -> Figure:
-    """The figure with about `points` points per line; the first, the last and the reached point are kept."""
-    return replace(figure, series=tuple(_thin(series, points) for series in figure.series))
-
-
-def _thin(series: Series, points: int) -> Series:
-    count = len(series.x)
-    if count <= points:
-        return series
-    chosen = {round(i * (count - 1) / (points - 1)) for i in range(points)}
-    kept = sorted(chosen if series.reached is None else chosen | {series.reached})
-    x, y, z = (tuple(values[i] for i in kept if values) for values in (series.x, series.y, series.z))
-    return replace(series, x=x, y=y, z=z, reached=None if series.reached is None else kept.index(series.reached))
 
 
 # --- accuracy ---------------------------------------------------------------------------------------------
@@ -85,34 +36,50 @@ def accuracy(comparison: Comparison, against: str, axis: Axis, progress: Callabl
         tracks = [_track(run, progress) for run in runs]
         if not all(tracks):
             continue
-        rounds = sorted(set.intersection(*(set(track) for track in tracks)))
         if len(tracks) > 1:
-            means = [[statistics.fmean(track[r][i] for track in tracks) for r in rounds] for i in (0, 1)]
-            series.append(Series(label, "mean", tuple(means[0]), tuple(means[1]), tuple(rounds)))
+            series.append(_mean(label, [track for run, track in zip(runs, tracks) if run in settled(runs, None)]))
         for run, track in zip(runs, tracks):
             reached = run.summary["reached_round"]
             x, y = zip(*track.values())
             place = list(track).index(reached) if reached in track else None
             kind: Kind = "seed" if len(tracks) > 1 else "mean"
-            series.append(Series(label, kind, x, y, tuple(track), run.seed, place))
-    over = f"each point: {window([run.summary for run in comparison.runs])}" if comparison.runs else ""
-    seeds = any(len(runs) > 1 for runs in comparison.variants.values())
-    parts = [
-        over,
-        "dots: the target is reached" if any(one.reached is not None for one in series) else "",
-        "thin lines: single seeds",
-    ]
-    caption = "; ".join(part for part in parts[: 3 if seeds else 2] if part)
-    caption = caption[:1].upper() + caption[1:] + "." if caption else ""
-    score = comparison.score
-    values = Axis(score.name, "share" if score.is_share else "number")
+            series.append(Series(label, kind, x, y, tuple(track), seed=run.seed, reached=place))
+    ends = [one.x[-1] for one in series if one.x]
+    if axis.unit != "count" and ends and max(ends) > APART * min(ends) > 0:
+        axis = replace(axis, log=True)
+    caption, score = _caption(comparison, any(one.reached is not None for one in series)), comparison.score
+    values = Axis(score.name, "share" if score.is_share else "number", zero=False)
     title = f"{score.title} against {against}"
     return Figure(f"accuracy-{against}", title, caption, axis, values, tuple(series), "round", comparison.target)
 
 
-def _track(run: Run, progress: Callable[[Line], Any]) -> dict[int, tuple[float, float]]:
+def _mean(label: str, tracks: Sequence[Track]) -> Series:
+    """The mean over the seeds at the rounds that all of them have, with the lowest and the highest accuracy."""
+    rounds = sorted(set.intersection(*(set(track) for track in tracks)))
+    x, y = (tuple(statistics.fmean(track[r][i] for track in tracks) for r in rounds) for i in (0, 1))
+    low, high = (tuple(choose(track[r][1] for track in tracks) for r in rounds) for choose in (min, max))
+    return Series(label, "mean", x, y, tuple(rounds), low, high)
+
+
+def _caption(comparison: Comparison, reached: bool) -> str:
+    seeds = any(len(runs) > 1 for runs in comparison.variants.values())
+    parts = [
+        f"{window([run.summary for run in comparison.runs]).capitalize()}." if comparison.runs else "",
+        "Dots: the target is reached." if reached else "",
+        "Bands: from the lowest to the highest seed." if seeds else "",
+        "Thin lines: seeds that ran longer than another." if seeds and _uneven(comparison) else "",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def _uneven(comparison: Comparison) -> bool:
+    return any(len({len(run.lines) for run in runs}) > 1 for runs in comparison.variants.values())
+
+
+def _track(run: Run, progress: Callable[[Line], Any]) -> Track:
     """By round: the progress so far, and the mean of the last evaluations, which is compared with a target."""
-    track, seen, total = {}, list[float](), 0.0
+    track: Track = {}
+    seen, total = list[float](), 0.0
     for line in run.lines:
         step = progress(line)
         if step is None:
@@ -238,7 +205,7 @@ def returns(comparison: Comparison) -> Figure:
             if expected and (theory := tuple(expected(r) for r in lags)) not in [one.y for one in series]:
                 series.append(Series(label, "theory", lags, theory))
     caption = "The share of the clients used in a round that are next used after this many rounds."
-    caption += " Dashed: Propositions 1 and 2." if any(one.kind == "theory" for one in series) else ""
+    caption += " Dotted: Propositions 1 and 2." if any(one.kind == "theory" for one in series) else ""
     x, y = Axis("rounds later", "count"), Axis("share of the used clients", "share")
     return Figure("returns", "Return of clients", caption, x, y, tuple(series), "returns")
 

@@ -1,19 +1,16 @@
 """The main table, like Table 2 of the paper: volumes and times to a target, ratios to FedAvg, the best in bold."""
 
-import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gluefl.experiments.report.comparison import INCIDENTAL, Comparison
-from gluefl.experiments.runs import Run
-from gluefl.experiments.windows import remark, window
-from gluefl.scores import Score
+from gluefl.experiments.report import wording
+from gluefl.experiments.report.comparison import INCIDENTAL, Comparison, common_accuracy
+from gluefl.experiments.report.summaries import Summaries
+from gluefl.experiments.units import TIMES, VOLUMES, Units, places, times, unit
 
-VOLUMES = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 METRIC = "mean_accuracy"  # the key under which summaries hold the metric
-TIMES = ((3600, "h"), (60, "min"), (1, "s"))
 
 
 @dataclass(frozen=True)
@@ -23,15 +20,16 @@ class SummaryColumn:
     key: str
     heading: str
     meaning: str
-    units: tuple[tuple[int, str], ...] = ()  # none for a share or a count
+    units: Units = ()  # none for a share or a count
+    unit_by: str = ""  # the key whose numbers choose the unit: columns of the same kind share it
     has_ratio: bool = False
 
 
 COLUMNS = (
-    SummaryColumn("down_bytes", "DV", "download volume", VOLUMES, has_ratio=True),
-    SummaryColumn("total_bytes", "TV", "total volume", VOLUMES, has_ratio=True),
-    SummaryColumn("download_s", "DT", "download time", TIMES, has_ratio=True),
-    SummaryColumn("total_s", "TT", "total time", TIMES, has_ratio=True),
+    SummaryColumn("down_bytes", "Download", "all invited clients", VOLUMES, "down_bytes", has_ratio=True),
+    SummaryColumn("total_bytes", "Volume", "download and upload", VOLUMES, "down_bytes", has_ratio=True),
+    SummaryColumn("total_s", "Time", "simulated", TIMES, "total_s", has_ratio=True),
+    SummaryColumn("download_s", "Download time", "part of it", TIMES, "total_s", has_ratio=True),
     SummaryColumn("rounds", "Rounds", "until then"),
     SummaryColumn(METRIC, "Accuracy", "mean over the window"),
     SummaryColumn("test_accuracy", "Test", "of the final model, on the test samples"),
@@ -68,7 +66,13 @@ class Headline:
     rows: tuple[Row, ...]
     finding: str = ""
     note: str = ""
+    window: str = ""  # whether the result changes with the window
     legend: str = ""
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the rows have different numbers of seeds."""
+        return len({row.seeds for row in self.rows}) > 1
 
 
 def headlines(comparison: Comparison) -> list[Headline]:
@@ -85,20 +89,9 @@ def headlines(comparison: Comparison) -> list[Headline]:
     return [*tables, shared] if any(reached) else [shared, *tables]
 
 
-def common_accuracy(runs: Sequence[Run]) -> float | None:
-    """The best value that every run reached, as the paper chooses its targets; accuracies rounded down to 0.1%."""
-    best = [run.best for run in runs if run.best is not None]
-    if len(best) < len(runs):
-        return None
-    score = runs[0].score
-    common = score.relaxed(score.worst(best) or 0.0)
-    possible = common > 0 or not score.is_share
-    return common if possible and all(run.until(common) is not None for run in runs) else None
-
-
 def headline(comparison: Comparison, target: float | None, why: str = "") -> Headline:
     """One table. Without a target, or if no run reached it, the numbers are those at the last round."""
-    table = _Summaries.of(comparison, target)
+    table = Summaries.of(comparison, target)
     columns, cells = [], []
     for measure in COLUMNS:
         if any(table.values(label, measure.key) for label in table.runs):
@@ -110,75 +103,47 @@ def headline(comparison: Comparison, target: float | None, why: str = "") -> Hea
         for label, runs in table.runs.items()
     )
     return Headline(
-        title=_title(table, why),
+        title=wording.title(table, why),
         columns=tuple(columns),
         rows=rows,
-        finding=_finding(table) if table.any_reached else "",
-        note=_note(table),
-        legend=_legend(table),
+        finding=wording.finding(table),
+        note=wording.note(table),
+        window=wording.window_remark(table),
+        legend=wording.legend(table),
     )
 
 
-@dataclass(frozen=True)
-class _Summaries:
-    """Summaries of all runs at one target, by label."""
-
-    target: float | None
-    runs: dict[str, list[dict[str, Any]]]
-    base: str  # the label that ratios refer to
-    score: Score
-
-    @classmethod
-    def of(cls, comparison: Comparison, target: float | None) -> "_Summaries":
-        runs = {label: [dict(run.at(target)) for run in runs] for label, runs in comparison.variants.items()}
-        for summary in (summary for repetitions in runs.values() for summary in repetitions):
-            summary["rounds"] = summary["reached_round"] or summary["rounds"]
-        return cls(target, runs, baseline(comparison), comparison.score)
-
-    @property
-    def all(self) -> list[dict[str, Any]]:
-        return [summary for runs in self.runs.values() for summary in runs]
-
-    @property
-    def any_reached(self) -> bool:
-        return any(summary["reached_round"] is not None for summary in self.all)
-
-    def reached(self, label: str) -> bool:
-        """Whether every seed reached the target."""
-        return all(summary["reached_round"] is not None for summary in self.runs[label])
-
-    def values(self, label: str, key: str) -> list[float]:
-        return [summary[key] for summary in self.runs[label] if summary.get(key) is not None]
-
-    def means(self, key: str) -> dict[str, float]:
-        return {label: statistics.fmean(values) for label in self.runs if (values := self.values(label, key))}
-
-
-def _column(table: _Summaries, measure: SummaryColumn) -> tuple[str, dict[str, Cell]]:
+def _column(table: Summaries, measure: SummaryColumn) -> tuple[str, dict[str, Cell]]:
     """Heading and cells by label; the best are marked."""
     means, key = table.means(measure.key), measure.key
-    factor, unit = _unit(measure.units, means.values())
-    places = _places(mean / factor for mean in means.values())
+    factor, name = unit(measure.units, table.means(measure.unit_by).values() if measure.unit_by else ())
     cells: dict[str, Cell] = {}
     for label in table.runs:
         at_least = "> " if table.any_reached and not table.reached(label) and measure.units else ""
         ratio = ""
-        comparable = table.reached(table.base) or not table.any_reached
-        if measure.has_ratio and label in means and means.get(table.base) and comparable:
-            ratio = f"{at_least}{means[label] / means[table.base]:.2f}×"
-        form = f"{{:.{places}f}}"
-        if key in (METRIC, "test_accuracy"):
-            form = table.score.pattern
-        elif key in ("rounds", "mean_download_share"):
-            form = "{:.0f}" if key == "rounds" else "{:.1%}"
-        cells[label] = _cell([value / factor for value in table.values(label, key)], form, at_least, ratio)
+        comparable = table.reached(table.base) or (not table.any_reached and not table.unfinished)
+        if measure.has_ratio and label in means and means.get(table.base) and comparable and label != table.base:
+            ratio = times(means[label] / means[table.base], at_least=bool(at_least))
+        values = [value / factor for value in table.values(label, key)]
+        cells[label] = _cell(values, _form(table, key, values), at_least, ratio)
     best = {cells[label].text for label in _best(table, measure, means)}  # cells that look the same are equally good
-    heading = f"{measure.heading} ({unit})" if unit else measure.heading
+    heading = f"{measure.heading} ({name})" if name else measure.heading
     return heading, {label: replace(cell, best=cell.text in best) for label, cell in cells.items()}
 
 
-def _best(table: _Summaries, measure: SummaryColumn, means: dict[str, float]) -> set[str]:
+def _form(table: Summaries, key: str, values: Sequence[float]) -> str:
+    """How the numbers of a cell are written."""
+    if key in (METRIC, "test_accuracy"):
+        return table.score.pattern
+    if key in ("rounds", "mean_download_share"):
+        return "{:.0f}" if key == "rounds" else "{:.1%}"
+    return f"{{:.{places(statistics.fmean(values) if values else 0)}f}}"
+
+
+def _best(table: Summaries, measure: SummaryColumn, means: dict[str, float]) -> set[str]:
     """The labels with the best mean. Costs are compared only between runs that reached the same target or round."""
+    if table.unfinished:
+        return set()
     if measure.key == METRIC:
         rivals = {} if table.any_reached else means
     elif measure.has_ratio:
@@ -191,14 +156,6 @@ def _best(table: _Summaries, measure: SummaryColumn, means: dict[str, float]) ->
         return set()
     best = table.score.best(rivals.values()) if measure.key == METRIC else min(rivals.values())
     return {label for label, mean in rivals.items() if mean == best}
-
-
-def baseline(comparison: Comparison) -> str:
-    """The label that ratios refer to: FedAvg, or the first variant."""
-    plain = [
-        label for label, runs in comparison.variants.items() if runs[0].config.get("strategy.name", label) == "fedavg"
-    ]
-    return "fedavg" if "fedavg" in comparison.variants else (plain or list(comparison.variants))[0]
 
 
 def differences(comparison: Comparison) -> list[tuple[str, list[str]]]:
@@ -218,65 +175,3 @@ def _cell(values: Sequence[float], form: str, at_least: str, ratio: str) -> Cell
         return Cell("–")
     spread = form.format(statistics.stdev(values)) if len(values) > 1 else ""
     return Cell(at_least + form.format(statistics.fmean(values)), spread, ratio)
-
-
-def _unit(units: tuple[tuple[int, str], ...], means: Iterable[float]) -> tuple[float, str]:
-    """One unit for a column: the largest in which its smallest number is not below 1."""
-    if not units:
-        return 1, ""
-    smallest = min((mean for mean in means if mean > 0), default=1)
-    return next(((factor, unit) for factor, unit in units if smallest >= factor), units[-1])
-
-
-def _places(means: Iterable[float]) -> int:
-    """Decimals that give the smallest number three digits."""
-    smallest = min((mean for mean in means if mean > 0), default=1)
-    return max(0, 2 - math.floor(math.log10(smallest)))
-
-
-def _title(table: _Summaries, why: str) -> str:
-    if table.target is None:
-        return "After the last round"
-    aim = table.score.aim(table.target)
-    if not table.any_reached:
-        return f"After the last round: no run reached {aim}"
-    return f"To {aim}" + (f", {why}" if why else "")
-
-
-def _finding(table: _Summaries) -> str:
-    means = {label: mean for label, mean in table.means("down_bytes").items() if table.reached(label)}
-    base = table.base
-    if base not in means or len(means) < 2:
-        return ""
-    best = min(means, key=lambda label: means[label])
-    if best == base:
-        return f"No other strategy reached it with less download than {base}."
-    factor, unit = _unit(VOLUMES, means.values())
-    amounts = f"{means[best] / factor:.3g} {unit} instead of {means[base] / factor:.3g} {unit}"
-    return f"With {best}, clients downloaded {1 - means[best] / means[base]:.0%} less than with {base}: {amounts}."
-
-
-def _note(table: _Summaries) -> str:
-    missed = {
-        label: sum(summary["reached_round"] is None for summary in runs)
-        for label, runs in table.runs.items()
-        if not table.reached(label)
-    }
-    if table.target is None or not missed:
-        return ""
-    if not table.any_reached:
-        return "These are the numbers at each run's last round: what was paid, not what the target costs."
-    names = ", ".join(f"{label} ({count} of {len(table.runs[label])})" for label, count in missed.items())
-    return f"Not reached by {names}: their costs are those at the last round, so reaching it costs more (>)."
-
-
-def _legend(table: _Summaries) -> str:
-    notes = [f"Ratios (×) are to {table.base}."] if len(table.runs) > 1 else []
-    if any(len(runs) > 1 for runs in table.runs.values()):
-        notes.append("± is the standard deviation over seeds.")
-    notes.append(f"{table.score.title}: {window(table.all)}.")
-    notes.append(remark(table.runs) if table.target is not None else "")
-    notes.append("DV counts every byte sent to invited clients, used or not; TV adds the uploads of used clients.")
-    if any(summary["total_s"] is not None for summary in table.all):
-        notes.append("DT and TT are sums over rounds; a round ends when the last used client has arrived.")
-    return " ".join(note for note in notes if note)

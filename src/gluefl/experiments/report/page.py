@@ -14,8 +14,9 @@ from markupsafe import Markup
 
 from gluefl import __version__
 from gluefl.errors import UsageError
+from gluefl.experiments.report.chart import Figure, Series, thinned
 from gluefl.experiments.report.comparison import Comparison, palette, read
-from gluefl.experiments.report.figures import Figure, Series, figures, thinned
+from gluefl.experiments.report.figures import figures
 from gluefl.experiments.report.headline import Headline, differences, headlines
 from gluefl.experiments.runs import Run
 from gluefl.files import write as write_file
@@ -73,6 +74,7 @@ def render(comparisons: Sequence[Comparison], version: str = "") -> str:
         # The data hold labels of users: without "<" none of them can end the script.
         data=Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),  # noqa: S704 - escaped here
         style=_asset("style.css"),
+        scales=_asset("scales.js"),
         script=_asset("charts.js"),
         live=_asset("live.js") if version else "",
         version=version,
@@ -133,7 +135,7 @@ def _plain(figure: Figure) -> dict[str, Any]:
         return value
 
     def series(one: Series) -> dict[str, Any]:
-        fields = {key: value for key, value in vars(one).items() if value not in (None, ())}
+        fields = {key: value for key, value in vars(one).items() if value not in (None, (), False)}
         return {key: [short(v) for v in value] if isinstance(value, tuple) else value for key, value in fields.items()}
 
     return {
@@ -143,6 +145,8 @@ def _plain(figure: Figure) -> dict[str, Any]:
         "z": figure.z,
         "target": figure.target,
         "bars": figure.bars,
+        "points": figure.points,
+        "front": figure.front,
         "file": re.sub(r"[^\w-]", "-", figure.key),
         "series": [series(one) for one in figure.series],
     }

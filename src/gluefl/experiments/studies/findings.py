@@ -93,7 +93,10 @@ def main_table(study: Study, runs: Sequence[Run], target: float | None) -> Grid:
                 ]
                 rows[label][f"{name}_ratio"] = estimate(ratios)
     at_target = AT_TARGET & set(study.measures)
-    title = f"At {score.aim(target)}" if at_target and target is not None else "Over all rounds"
+    title = "Over all rounds"
+    if at_target and target is not None:
+        reached = any(run.until(target) is not None for run in runs)
+        title = f"{'At' if reached else 'No run reached'} {score.aim(target)}"
     notes = _notes(runs, target if at_target else None)
     at = {label: [run.at(target) for run in repetitions] for label, repetitions in by_label.items()}
     about = (f"{score.title}: {window([summary for summaries in at.values() for summary in summaries])}.",)
