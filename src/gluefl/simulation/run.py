@@ -102,7 +102,6 @@ def train(
         loop = Loop(rounds, evaluation, options, watched)
         state = loop.run(_player(sim), sim, state, Records(journal, totals, folder), evaluator)
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
-        summary["transform"] = described(population)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
         _end(sim, state, module, folder, summary, options.save_frozen)
@@ -251,6 +250,7 @@ def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:
 def _measured(evaluator: Evaluator, state: State) -> dict[str, Any]:
     """What the journal's `accuracy` is; where it was decided on validation samples, the result on the test samples."""
     named = evaluator.metric.score.keys() | {"evaluated_on": evaluator.decides_on, "test_accuracy": None}
+    named["transform"] = described(evaluator.population)  # which `load` applies to raw inputs
     if evaluator.decides_on == "test":
         return named
     final = evaluator.test(*state.model)
