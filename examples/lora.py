@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gluefl import Averaging, Evaluation, FedAvg, Lean, LocalSGD, Samples, Setting, Sticky, Uniform, train
+from gluefl import Averaging, Evaluation, FedAvg, Lean, LocalAdam, Samples, Setting, Sticky, Uniform, train
 from gluefl.populations.shakespeare import load
 
 try:
@@ -166,7 +166,7 @@ def federate(name: str, model: nn.Module, roles: Roles, strategy, sampler, lr: f
     result = train(
         Logits(model), roles, strategy, sampler=sampler, rounds=options.rounds,
         setting=Setting(
-            training=LocalSGD(steps=options.steps, batch=options.batch, lr=lr), loss=token_loss, initial="known",
+            training=LocalAdam(steps=options.steps, batch=options.batch, lr=lr), loss=token_loss, initial="known",
             averaging=Averaging(0.9), evaluation=Evaluation(every=options.every, metric=right_tokens, batch=64),
         ),
     )  # fmt: skip
@@ -204,10 +204,10 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--runs", type=int, default=3, help="1: lean; 2: and FedAvg; 3: and full fine-tuning")
     for name, default in {
-        "rounds": 40, "cohort": 10, "steps": 5, "batch": 8, "window": 64, "rank": 8, "every": 5, "central-steps": 300,
+        "rounds": 20, "cohort": 20, "steps": 5, "batch": 8, "window": 64, "rank": 8, "every": 2, "central-steps": 600,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--lr", type=float, default=0.5, help="of adapters; a tenth of it for full fine-tuning")
+    parser.add_argument("--lr", type=float, default=0.005, help="of adapters; a fifth of it for full fine-tuning")
     options = parser.parse_args()
     if min(options.rounds, options.cohort, options.steps, options.batch, options.window, options.rank) < 1:
         parser.error("rounds, cohort, steps, batch, window and rank must be 1 or more")
@@ -228,14 +228,15 @@ def main() -> None:
     full = {name: tensor.clone() for name, tensor in model.state_dict().items()} if options.runs > 2 else {}
     print(f"{sum(p.numel() for p in model.parameters()):,} weights, {roles.clients} clients", file=sys.stderr)
     adapted = with_adapters(model, options.rank)
-    lean = Lean(step_of_first_update=4.0)
+    # The factor that starts at zero moves by noise as much as by learning: a wide hysteresis follows less of it.
+    lean = Lean(step_of_first_update=4.0, hysteresis=1.0)
     runs = [federate("lean, adapters", adapted, roles, lean, sticky, options.lr, options)]
     if options.runs > 1:
         runs.append(federate("FedAvg, adapters, float32", adapted, roles, FedAvg(), uniform, options.lr, options))
     if options.runs > 2:
         plain, _, _ = language_model(options, alphabet)
         plain.load_state_dict(full)
-        runs.append(federate("lean, full fine-tuning", plain, roles, Lean(), sticky, options.lr / 10, options))
+        runs.append(federate("lean, full fine-tuning", plain, roles, Lean(), sticky, options.lr / 5, options))
     table(runs if len(runs) > 1 else runs * 2, math.exp(loss))
 
 

@@ -102,6 +102,13 @@ def test_processes_are_equal_to_the_local_engine_when_a_worker_is_killed(tmp_pat
     check_killed(*killed(tmp_path, "processes"))
 
 
+@needs_ray
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_an_address_where_nobody_listens_is_named(address) -> None:
+    with pytest.raises(UsageError, match=f"no Ray cluster could be reached at '{address}'"), connected(address):
+        pass
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """One Ray for the tests of this file."""
@@ -116,7 +123,7 @@ def test_ray_is_equal_to_the_local_engine_when_a_worker_is_killed(cluster, tmp_p
 
 @needs_ray
 def test_runs_on_a_cluster_are_those_of_this_process(cluster, tmp_path) -> None:
-    raw = {"rounds": 2, "population": {"clients": 12}, "model": {"name": "mlp"}, "sampling": {"cohort": 2},
+    raw = {"rounds": 2, "population": {"clients": 24}, "model": {"name": "mlp"}, "sampling": {"cohort": 2},
            "compare": {"strategies": ["fedavg", "lean"]}}  # fmt: skip
     for name, executor in (("here", ThisProcess()), ("there", ClusterRuns(jobs=2))):
         execute(expand(variants(raw), [1], tmp_path / name), executor)
@@ -330,10 +337,3 @@ def test_a_missing_ray_names_the_line_that_installs_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"pip install 'gluefl\[ray\]'"):
         small_run(rounds=1, options=options(engine="ray"))
-
-
-@needs_ray
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
-def test_an_address_where_nobody_listens_is_named(address) -> None:
-    with pytest.raises(UsageError, match=f"no Ray cluster could be reached at '{address}'"), connected(address):
-        pass

@@ -32,7 +32,7 @@ from gluefl.errors import DataError, GlueFLError, UsageError
 from gluefl.experiments.bench.round import Work, setting
 from gluefl.fleet import Fleet
 from gluefl.randomness import stream
-from gluefl.simulation import run as run_module
+from gluefl.simulation import engines as engines_module
 from gluefl.simulation.lookahead import LookAhead, Trained
 from gluefl.simulation.round import play
 from gluefl.storage.checkpoint import read_manifest, rounds_in
@@ -127,7 +127,7 @@ def backwards(monkeypatch):
     def begin() -> list:
         outcomes: list = []
         monkeypatch.setattr(
-            run_module,
+            engines_module,
             "choose",
             lambda name, *parts: Backwards(Loop(*parts[:2], parts[2].transform, parts[3]), outcomes),
         )
@@ -247,7 +247,7 @@ def test_a_crashed_run_writes_no_more(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(record_file, "write_record", slowly)
     with pytest.raises(Crash):
         small_run(out=tmp_path / "run", callbacks=[crash])
-    (file,) = (tmp_path / "run" / "checkpoint").glob("*.bin")
+    (file,) = (tmp_path / "run" / "checkpoint").glob("residuals*.bin")
     length = file.stat().st_size
     time.sleep(0.2)
     assert file.stat().st_size == length

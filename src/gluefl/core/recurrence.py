@@ -13,6 +13,7 @@ from gluefl.vectors.mask import Mask
 
 VERSIONS = 63  # how many versions are remembered, the present one among them
 ALL = 2**VERSIONS - 1
+PIECE = 1 << 24  # coordinates
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,18 @@ class Recurrence:
         return cls(ones, vector, torch.zeros_like(ones))
 
     def step(self, old: Tensor, new: Tensor) -> "Recurrence":
-        """The next version."""
+        """The next version. A large vector is done in pieces: the intermediate results take more than the result."""
+        if new.numel() <= PIECE:
+            return self._stepped(old, new)
+        whole = [torch.empty_like(bits) for bits in (self.same, self.previous, self.previous_same)]
+        for start in range(0, new.numel(), PIECE):
+            at = slice(start, start + PIECE)
+            piece = Recurrence(self.same[at], self.previous[at], self.previous_same[at])._stepped(old[at], new[at])
+            for target, part in zip(whole, (piece.same, piece.previous, piece.previous_same)):
+                target[at] = part
+        return Recurrence(*whole)
+
+    def _stepped(self, old: Tensor, new: Tensor) -> "Recurrence":
         changed, back = new != old, new == self.previous
         same, previous_same = (bits << 1 & ALL for bits in (self.same, self.previous_same))
         returned = torch.where(back, previous_same, torch.zeros_like(same))

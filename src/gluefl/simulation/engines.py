@@ -33,7 +33,7 @@ def engine_of(
         yield LocalEngine(population, trainer, setting.training, setting.seed, device, room_on(device) // 2)
         return
     kit = Kit(
-        module=copy.deepcopy(module).cpu(),
+        module=module if device.type == "cpu" else copy.deepcopy(module).cpu(),
         layout=core.layout,
         population=population,
         rule=setting.training,

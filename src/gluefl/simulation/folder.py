@@ -51,6 +51,7 @@ class RunFolder:
         files.make_folder(self.path)
         with files.locked(self.path):
             self._check_usable(resume)  # another process may have used it in between
+            del fresh  # which would stay in memory as long as the lock is held
             yield
 
     def open(self, fresh: State, journal: Journal) -> State:

@@ -2,8 +2,8 @@
 
 import hashlib
 import tomllib
-from collections.abc import Collection
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -82,8 +82,7 @@ def train(
     description = describe(module, population, strategy, chosen, setting, options)
     with resources(), explained(model, population, setting), ExitStack() as held:
         core = _core(module, strategy, chosen, setting, description)
-        engine = held.enter_context(engine_of(core, module, population, setting, options))
-        sim, state = _simulation(core, engine, population, setting, options)
+        sim, state = held.enter_context(_simulation(core, module, population, setting, options))
         folder, journal = None, Journal()
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
@@ -96,11 +95,12 @@ def train(
         evaluator = Evaluator(
             module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
-        score = evaluation.metric.score.on(evaluator.decides_on)
-        goal = Goal(score, evaluation.target, evaluation.average)
+        goal = Goal(evaluation.metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average)
         watched = _watched(sim, module, rounds, goal, description, options, journal)
         loop = Loop(rounds, evaluation, options, watched)
-        state = loop.run(_player(sim), sim, state, Records(journal, totals, folder), evaluator)
+        first = [state]  # handed over: it would stay in memory for the whole run
+        del state
+        state = loop.run(_player(sim), sim, first.pop(), Records(journal, totals, folder), evaluator)
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
@@ -159,12 +159,19 @@ def _player(sim: Simulation) -> Player:
     return play if isinstance(sim.engine, UploadingEngine) else player(sim.core.space.device)
 
 
+@contextmanager
 def _simulation(
-    core: Core, engine: Engine, population: Population, setting: Setting, options: Options
-) -> tuple[Simulation, State]:
+    core: Core, module: nn.Module, population: Population, setting: Setting, options: Options
+) -> Iterator[tuple[Simulation, State]]:
     """The parts of a simulation and its state before round 1; refuses what cannot run before anything is written."""
+    with engine_of(core, module, population, setting, options) as engine:
+        sim = _parts(core, engine, population, setting, options)
+        yield sim, start(core, sim.pool)
+
+
+def _parts(core: Core, engine: Engine, population: Population, setting: Setting, options: Options) -> Simulation:
     layout, device = core.layout, core.space.device
-    sim = Simulation(
+    return Simulation(
         core=core,
         pool=_pool(population, setting),
         devices=setting.devices,
@@ -181,7 +188,6 @@ def _simulation(
         ),
         arrivals=setting.arrivals,
     )
-    return sim, start(core, sim.pool)
 
 
 def _memories(setting: Setting, options: Options, layout: Layout) -> Residuals | None:

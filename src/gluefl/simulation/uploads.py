@@ -64,6 +64,7 @@ def compress(
     def encode() -> None:
         started = wire.encode_positions([bodies[client] for client in waiting], under_way=True)
         encodings.update(zip(waiting, started))
+        bodies.update({client: wire.stored(bodies[client]) for client in waiting})
         waiting.clear()
 
     for outcome in outcomes:
@@ -77,7 +78,7 @@ def compress(
         bodies[client], residual = compression.body(outcome, state.statistics, shared, task, residual)
         sim.keep(client, residual, outcome.memory)
         waiting.append(client)
-        if len(waiting) == ENCODED_TOGETHER:
+        if len(waiting) == ENCODED_TOGETHER or core.space.size >= wire.LARGE:
             encode()
     encode()
     uploads = _received(sim, state, groups, bodies, encodings, losses)

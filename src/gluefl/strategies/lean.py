@@ -155,11 +155,17 @@ class Lean:
     def combine(self, state: LeanState, uploads: Sequence[Upload], round: int) -> Tensor:
         """Σ ν_i Δ_i of the weights, and the mean change of the statistics."""
         size, rotated = state.space.size, self.rotated
-        vectors, weights = [upload.update.values for upload in uploads], [upload.weight for upload in uploads]
-        codes, clients = [vector[: rotated.size(size)] for vector in vectors], [upload.client for upload in uploads]
-        total = rotated.combine(codes, weights, size, uploads[0].seed, round, clients)
-        statistics = torch.stack([vector[rotated.size(size) :] for vector in vectors]).mean(0)
-        return torch.cat([total, statistics])
+        weights, clients = [upload.weight for upload in uploads], [upload.client for upload in uploads]
+        statistics: list[Tensor] = []
+
+        def codes() -> Iterator[Tensor]:  # one by one: all of a large model do not fit into memory
+            for upload in uploads:
+                vector = upload.update.values
+                statistics.append(vector[rotated.size(size) :].clone())
+                yield vector[: rotated.size(size)]
+
+        total = rotated.combine(codes(), weights, size, uploads[0].seed, round, clients)
+        return torch.cat([total, torch.stack(statistics).mean(0)])
 
     def aggregate(self, state: LeanState, total: Tensor, round: int) -> tuple[LeanState, Sparse]:
         """Move the latent vector, and publish the coordinates that are too far from it."""

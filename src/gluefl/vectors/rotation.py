@@ -5,7 +5,7 @@ entry of the rotated vector is rounded to a few levels. `accel.hadamard` has the
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -126,24 +126,30 @@ class Rotated:
         return blocks.entries / blocks.sent if self.rounding == "stochastic" else 1.0
 
     def combine(
-        self, sent: Sequence[Tensor], weights: Sequence[float], d: int, seed: int, round: int, clients: Sequence[int]
+        self, sent: Iterable[Tensor], weights: Sequence[float], d: int, seed: int, round: int, clients: Sequence[int]
     ) -> Tensor:
-        """The sum of weight · estimate over clients, in the given order. A shared rotation is inverted only once."""
-        blocks, total = self.blocks(d), torch.zeros(d, device=sent[0].device if sent else None)
-        for one in sent:
-            if one.shape != (self.size(d),):
-                raise ValueError(
-                    f"the compressed vector has the shape {tuple(one.shape)}, {self.size(d)} numbers were expected for "
-                    f"{d} entries; use the options with which it was compressed"
-                )
+        """The sum of weight · estimate over clients, in the given order. A shared rotation is inverted only once;
+        otherwise what was sent is read one by one."""
+        blocks, total = self.blocks(d), torch.zeros(d)
         factors = [self._factor(blocks) * weight for weight in weights]
         if self.rotation == "round":
-            if sent:
-                self._add(total, sent, factors, self._rotation(seed, round, SHARED), blocks)
-        else:
-            for one, weight, client in zip(sent, factors, clients, strict=True):
-                self._add(total, [one], [weight], self._rotation(seed, round, client), blocks)
+            all_sent = [self._checked(one, d) for one in sent]
+            if all_sent:
+                total = total.to(all_sent[0].device)
+                self._add(total, all_sent, factors, self._rotation(seed, round, SHARED), blocks)
+            return total
+        for one, weight, client in zip(sent, factors, clients, strict=True):
+            total = total.to(one.device)
+            self._add(total, [self._checked(one, d)], [weight], self._rotation(seed, round, client), blocks)
         return total
+
+    def _checked(self, sent: Tensor, d: int) -> Tensor:
+        if sent.shape != (self.size(d),):
+            raise ValueError(
+                f"the compressed vector has the shape {tuple(sent.shape)}, {self.size(d)} numbers were expected for "
+                f"{d} entries; use the options with which it was compressed"
+            )
+        return sent
 
     def _rotation(self, seed: int, round: int, client: int) -> Rotation:
         if self.rotation == "round":

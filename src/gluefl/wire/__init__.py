@@ -3,6 +3,7 @@
 from gluefl.wire.bodies import Body, BodyCodec, Shared
 from gluefl.wire.encoder import count_positions, encode_positions
 from gluefl.wire.headers import NO_HASH, PACKAGE, UPLOAD, Expected, Header
+from gluefl.wire.large import LARGE, stored
 from gluefl.wire.lengths import Encoding
 from gluefl.wire.messages import (
     HEADER_BYTES,
@@ -22,6 +23,7 @@ from gluefl.wire.values import FLOAT32, ValueCodec
 __all__ = [
     "FLOAT32",
     "HEADER_BYTES",
+    "LARGE",
     "NO_HASH",
     "PACKAGE",
     "UPLOAD",
@@ -45,5 +47,6 @@ __all__ = [
     "message_bytes",
     "pack",
     "replica_hash",
+    "stored",
     "unpack",
 ]

@@ -25,6 +25,7 @@ def library() -> Any:
     """The package `ray`, or the line that installs it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own, 15, lets workers starve beside other work
     try:
         import ray
     except ImportError as error:

@@ -47,6 +47,7 @@ def _in_process(peer: str, workload: str, rounds: int) -> float | None:
 def offline() -> dict[str, str]:
     """The environment of a peer: it reports nothing to anybody and uses one thread."""
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    quiet["RAY_worker_niceness"] = "0"  # as the workers of gluefl: equal shares of a busy machine
     return {**os.environ, **quiet, "OMP_NUM_THREADS": "1"}
 
 
