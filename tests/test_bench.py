@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from federations import simulation
 from gluefl import GlueFL, Sticky
 from gluefl.cli import main
+from gluefl.experiments.bench import node
 from gluefl.experiments.bench.commands import STRATEGIES
 from gluefl.experiments.bench.profile import Marks, Stopwatch, idle_by_part, watched
 from gluefl.fleet import Fleet
@@ -114,3 +115,14 @@ def test_rounds_of_two_populations_are_measured_in_turns(all_cores) -> None:
 def test_populations_that_cannot_be_measured_are_refused(sizes) -> None:
     done = CliRunner().invoke(main, ["bench", "scale", "--clients", sizes])
     assert done.exit_code == 2 and "--clients" in done.output
+
+
+@pytest.mark.usefixtures("all_cores")
+@pytest.mark.parametrize(("strategy", "density"), [("fedavg", 1.0), ("gluefl", 0.45), ("lean", 0.1)])
+def test_messages_of_a_client_are_measured(strategy, density) -> None:
+    row = node.row(20_000, strategy, density)
+    core = node.core_of(20_000, strategy)
+    shared = node.wire.Shared(core.strategy.mask(core.first[0], 1))
+    upload = node.upload(core, torch.randn(core.layout.size), shared)
+    assert row["upload_bytes"] == pytest.approx(len(upload), rel=0.01)  # positions of other values
+    assert row["package_bytes"] < (4 * density + 0.4) * core.layout.size + 1_000  # values, and positions as bitmaps

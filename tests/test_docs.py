@@ -64,6 +64,13 @@ def test_signs_of_the_guide_feed_their_error_back(own) -> None:
     torch.testing.assert_close(sums / 200, delta, rtol=0, atol=0.1)
 
 
+def test_tutorial() -> None:
+    names = run("docs/tutorial.md")
+    plain, lean = (result.summary for result in names["results"].values())
+    assert lean["down_bytes"] * 10 < plain["down_bytes"] and lean["mean_accuracy"] > 0.1
+    assert names["own"].summary["mean_accuracy"] > 0.9
+
+
 def test_privacy_spends_something() -> None:
     names = run("docs/privacy.md")
     assert 4 < names["spent"] < 15  # one participation with noise 1 is 4.4; three are the most

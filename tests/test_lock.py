@@ -124,6 +124,19 @@ def test_a_configuration_is_never_half_written(tmp_path, monkeypatch) -> None:
     assert (tmp_path / "run" / "config.toml").read_bytes() == before
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_was_killed_while_it_wrote_its_first_file_can_be_started(resume, tmp_path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml.tmp").write_text("seed =")
+    assert len(small_run(out=folder, rounds=1, resume=resume).journal) == 1
+    assert not list(folder.rglob("*.tmp"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.tmp").write_text("mine")
+    with pytest.raises(GlueFLError, match="holds no run of gluefl"):
+        small_run(out=tmp_path / "other", rounds=1, resume=resume)
+
+
 # --- on Flower --------------------------------------------------------------------------------------------
 
 pytest.importorskip("flwr")

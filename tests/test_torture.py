@@ -20,6 +20,7 @@ from stubs import ROOT
 TORTURE = ROOT / "tools" / "torture"
 sys.path.insert(0, str(TORTURE))
 
+import command  # noqa: E402
 import fuzz  # noqa: E402
 import mutation  # noqa: E402
 import rounds  # noqa: E402
@@ -93,6 +94,43 @@ def test_a_hostile_server_changes_nothing() -> None:
     counts = Counter[str]()
     assert hostile.hostile_server(3, "lean", 2, counts) == []
     assert counts["hostile server: tasks refused"] + counts["hostile server: tasks asked for a model"] > 20
+
+
+def attacked_line(round: int, fates: list[str], named: list[int], hash_: str) -> dict:
+    incidents = [{"client": client, "what": "refused", "why": "too long"} for client in named]
+    return {
+        "round": round, "clients": {"id": [0, 1, 2, 3, 4], "fate": fates}, "incidents": incidents, "hash": hash_
+    }  # fmt: skip
+
+
+def test_an_attack_that_is_used_or_not_named_or_changes_the_model_is_seen() -> None:
+    pytest.importorskip("flwr")
+    import loopback
+
+    honest, hostile = ["used"] * 5, ["used", "used", "refused", "used", "used"]  # node 2 attacks in round 2
+    right = [attacked_line(1, honest, [], "a"), attacked_line(2, hostile, [2], "b")]
+    counts = Counter[str]()
+    assert loopback.judge("fedavg", right, right, counts) == []
+    assert counts["attacks"] == counts["refused and named"] == 1
+    for wrong in (
+        right[:1],
+        [right[0], attacked_line(2, honest, [], "b")],
+        [right[0], attacked_line(2, hostile, [], "b")],
+        [right[0], attacked_line(2, hostile, [2], "c")],
+        [attacked_line(1, hostile, [2], "a"), right[1]],
+    ):
+        assert loopback.judge("fedavg", wrong, right, Counter()), wrong
+
+
+def test_a_part_replaces_its_row_of_the_page_and_no_other(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{command.BEGINS}\n{command.ENDS}\nafter\n")
+    for kills in (3, 4000):
+        command.update_page(page, {"kills": {"kills": kills, "wrong": [], "seconds": 2}})
+        command.update_page(page, {"pairs": {"pairs": 1, "wrong": ["x"], "seconds": 1}})
+    lines = page.read_text().splitlines()
+    assert lines[0] == "before" and lines[-1] == "after"
+    assert lines[4:6] == ["| `kills` | kills: 4,000 | 0 | 2 |", "| `pairs` | pairs: 1 | 1 | 1 |"]
 
 
 def test_growth_is_seen() -> None:

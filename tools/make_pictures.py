@@ -1,4 +1,4 @@
-"""The pictures of docs/architecture.md (the packages with their imports, one round), docs/lean.md and the README.
+"""The pictures of docs/architecture.md (packages, one round), lean.md, how-it-works.md and the README.
 
 python tools/make_pictures.py [FOLDER]      # docs/pictures by default; --png writes PNG files beside the SVG files
 
@@ -255,6 +255,90 @@ def demo(runs: Path) -> plt.Figure:
         return draw(accuracy_by_download(comparison), palette(comparison.variants), size=(7.6, 3.7))
 
 
+def sticky() -> plt.Figure:
+    """Who takes part in 60 rounds, by the samplers themselves."""
+    import numpy as np
+
+    from gluefl.core.sampling import Pool, Sticky, Uniform
+
+    clients, rounds = 120, 60
+    pool = Pool(clients, lambda client: 1 / clients)
+    figure, panels = plt.subplots(1, 2, figsize=(9.2, 3.4), sharey=True, layout="constrained")
+    samplers = (("uniform sampling", Uniform(6)), ("sticky sampling: 5 of 6 from a group of 24", Sticky(6, 24, 5)))
+    for panel, (title, sampler) in zip(panels, samplers):
+        rng = np.random.default_rng(5)
+        state, points = sampler.init(pool, rng), []
+        for round in range(1, rounds + 1):
+            used = [client for group in sampler.invite(state, pool, rng) for client in group.clients]
+            state = sampler.next_state(state, used, rng)
+            points += [(round, client) for client in used]
+        order = {client: place for place, client in enumerate(dict.fromkeys(client for _, client in points))}
+        xs, ys = zip(*((round, order[client]) for round, client in points))
+        panel.plot(xs, ys, "s", color="#0969da", markersize=2.6)
+        panel.set(title=f"{title}\n{len(order)} different clients", xlabel="round")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("clients, by first participation")
+    return figure
+
+
+def staleness() -> plt.Figure:
+    """What a client downloads after it has skipped rounds, and how many rounds it skips, by the formulas of plan."""
+    import numpy as np
+
+    from gluefl.core.sampling import Sticky, Uniform
+    from gluefl.experiments.theory.lean import Model, Movement, package_bytes
+    from gluefl.experiments.theory.staleness import in_bytes, missing_share, staleness
+
+    rounds, model = np.arange(1, 61, dtype=np.float64), Model(116_202, 704, 20)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.3), layout="constrained")
+    curves = {
+        "STC, q = 20%": (in_bytes(missing_share(0.2, 0.0, None, 60), 0.0), "#8250df"),
+        "GlueFL, q = 20%, 16% shared": (in_bytes(missing_share(0.2, 0.16, 10, 60), 0.16), "#bf8700"),
+        "lean": (package_bytes(model, Movement(), rounds) / (4 * (model.weights + model.statistics)), "#cf222e"),
+    }
+    for name, (share, colour) in curves.items():
+        left.plot(rounds, 100 * share, color=colour, label=name)
+    left.set(xlabel="rounds since the last participation", ylabel="% of the model in a package", ylim=(0, 100))
+    left.legend(frameon=False)
+    samplers = (
+        ("uniform, K = 30 of 2800", Uniform(30), "#57606a"),
+        ("sticky, S = 240, C = 24", Sticky(30, 240, 24), "#0969da"),
+    )
+    for name, sampler, colour in samplers:
+        right.plot(rounds, 100 * np.cumsum(staleness(sampler, 2800, 60)), color=colour, label=name)
+    right.set(xlabel="rounds since the last participation, at most", ylabel="% of the invited clients", ylim=(0, 100))
+    right.legend(frameon=False)
+    for panel in (left, right):
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def wire() -> plt.Figure:
+    """What a message of each format holds."""
+    figure, axes = page(102, 27)
+    rows = (
+        (20, "package, format 1", (("header", 13), ("shared mask", 16), ("positions", 15), ("float32 values", 24),
+                                   ("statistics", 14))),
+        (11, "package, lean", (("header", 11), ("tensors sent", 17), ("steps, counts", 17), ("gaps", 12),
+                               ("cells", 12))),
+        (2, "upload, lean", (("header", 11), ("scales", 10), ("one bit per rotated weight", 34), ("statistics", 14))),
+    )  # fmt: skip
+    colours = (PLAIN, SAND, BLUE, GREEN, VIOLET)
+    for y, name, sections in rows:
+        note(axes, 1, y + 2.5, name)
+        x = 17.0
+        for colour, (title, width) in zip(colours, sections):
+            Box(x, y, width - 0.8, 5, title, (), colour).draw(axes)
+            x += width
+    return figure
+
+
+PICTURES = (
+    ("modules", modules), ("round", one_round), ("lean", lean), ("sticky", sticky), ("staleness", staleness),
+    ("wire", wire),
+)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent.parent / "docs" / "pictures")
@@ -263,8 +347,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(SETTINGS):
-        drawn = (("modules", modules), ("round", one_round), ("lean", lean))
-        for name, draw in (("demo", partial(demo, options.demo)),) if options.demo else drawn:
+        for name, draw in (("demo", partial(demo, options.demo)),) if options.demo else PICTURES:
             figure = draw()
             figure.savefig(options.folder / f"{name}.svg", metadata={"Date": None})
             if options.png:

@@ -6,6 +6,7 @@ in which the hostile node is lost instead. `python tools/torture loopback [--cou
 
 import importlib.util
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,9 @@ def judge(name: str, lines: list[Line], reference: list[Line], counts: Counter[s
 
 def run(work: Path, rounds: int, seed: int) -> dict[str, Any]:
     """Every way of every strategy, or the first of them."""
+    missing = [name for name in ("openssl", "ssh-keygen") if shutil.which(name) is None]
+    if missing:
+        return {"skipped": f"{', '.join(missing)} is not installed", "wrong": []}
     lines, counts, wrong = play(work.absolute(), rounds), Counter[str](), list[str]()
     for name in STRATEGIES:
         reference = alone(work / f"alone-{name}", name, min(rounds, len(ways_of(name))))

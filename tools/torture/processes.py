@@ -149,8 +149,8 @@ class Case:
 
 def outcome(folder: Path) -> str:
     """A digest of journal and model; times of the wall clock are left out."""
-    lines, damaged = read(folder / "journal.jsonl")
-    model = folder / "model.safetensors"
+    journal, model = folder / "journal.jsonl", folder / "model.safetensors"
+    lines, damaged = read(journal) if journal.exists() else ([], True)
     if damaged or not model.exists():
         return "damaged or unfinished"
     timeless = [{key: value for key, value in line.items() if key != "wall_s"} for line in lines]

@@ -86,7 +86,9 @@ class RunFolder:
     def _check_usable(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file; --out needs a folder.")
-        if not self.path.exists() or not any(self.path.iterdir()):
+        # All that a run leaves that was killed while it wrote its first file.
+        begun = self.path / (CONFIG + files.TEMPORARY)
+        if not self.path.exists() or all(path == begun for path in self.path.iterdir()):
             return
         is_run = any((self.path / name).exists() for name in (CONFIG, JOURNAL))
         if not is_run and not checkpoint.exists(self.path / CHECKPOINT):

@@ -2,6 +2,7 @@
 
 import hashlib
 import tomllib
+from array import array
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from gluefl.clients.evaluation import Evaluator
 from gluefl.clients.remote import UploadingEngine
 from gluefl.clients.residuals import Residuals, room_on
 from gluefl.core.averaging import Averaging
-from gluefl.core.sampling import Pool, Sampler, Sticky, Uniform
+from gluefl.core.sampling import LISTABLE, Pool, Sampler, Sticky, Uniform, draw
 from gluefl.core.server import Core, State, start
 from gluefl.errors import DataError
 from gluefl.populations import Population
@@ -272,7 +273,7 @@ def _pool(population: Population, setting: Setting) -> Pool:
 
     if setting.importance == "uniform":
         return Pool(size, lambda client: 1 / size, speed=speed)
-    sizes = [population.size(client) for client in range(size)]
+    sizes = array("q", (population.size(client) for client in range(size)))
     total = sum(sizes)
     if not total:
         raise DataError("importance = 'samples' needs clients that have samples; none of this population has any.")
@@ -280,5 +281,6 @@ def _pool(population: Population, setting: Setting) -> Pool:
 
 
 def _percentiles(evaluator: Evaluator, state: State, population: Population, count: int, seed: int) -> dict[str, float]:
-    clients = stream(seed, "percentiles").permutation(population.clients)[:count].tolist()
+    size, rng = population.clients, stream(seed, "percentiles")
+    clients = draw(rng, size, count, lambda _: True) if size > LISTABLE else rng.permutation(size)[:count].tolist()
     return percentiles(evaluator.clients(*state.model, clients))

@@ -117,6 +117,16 @@ def bench_engines(as_json: bool, engines: tuple[str, ...], **work: Any) -> None:
     _show(measure(Work(engines=engines or ("processes", "ray"), **work)), as_json)
 
 
+@bench.command("node")
+@click.option("--parameters", type=click.IntRange(100, 10**9), default=5_000_000, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+def bench_node(parameters: int, as_json: bool) -> None:
+    """Messages of FedAvg, GlueFL and lean on one core: CPU time of both ends, memory and disk of a client."""
+    from gluefl.experiments.bench.node import measure
+
+    _show(measure(parameters), as_json)
+
+
 @bench.command("fleet")
 @click.option("--rounds", type=ROUNDS, default=2000, show_default=True, help="Rounds per network.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
