@@ -1,9 +1,13 @@
 """What a run gives back: predictions on raw inputs, data frames, clients, plots; loading; comparing in Python."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gluefl
 from gluefl import FedAvg, Lean, LocalSGD, Options, Setting, Uniform, compare, load, train
@@ -11,10 +15,12 @@ from gluefl.cli import main
 from gluefl.clients.evaluation import Evaluator
 from gluefl.errors import UsageError
 from gluefl.experiments.runs import find, read_run
+from gluefl.experiments.verify import verify
 from gluefl.populations.arrays import load as arrays
+from gluefl.populations.stored import described, restored
 from gluefl.simulation.settings import Evaluation
 from gluefl.vectors.layout import Layout
-from stubs import mlp
+from stubs import Blobs, mlp
 
 RNG = np.random.default_rng(1)
 LABELS = RNG.integers(4, size=600)
@@ -66,17 +72,50 @@ def test_a_journal_as_a_data_frame_and_a_plot() -> None:
     assert result._repr_png_().startswith(b"\x89PNG")
 
 
-def test_a_run_made_in_python_is_loaded_with_its_model_and_population(tmp_path) -> None:
+def test_a_run_made_in_python_is_loaded_with_its_model(tmp_path) -> None:
     result = trained(out=tmp_path / "run")
     again = load(tmp_path / "run", model=mlp(), population=PEOPLE)
     assert again.summary == result.summary and again.journal == result.journal
     assert torch.equal(again.predict(INPUTS), result.predict(INPUTS))
-    with pytest.raises(UsageError, match=r"made in Python.*gluefl\.load\(folder, model=…, population=…\)"):
+    served = load(tmp_path / "run", model=mlp())  # where the data are not: the folder holds the transform
+    assert torch.equal(served.predict(INPUTS), result.predict(INPUTS))
+    with pytest.raises(UsageError, match=r"loaded without its population: give it as gluefl\.load\(folder, population"):
+        served.client_accuracy([3])
+    with pytest.raises(UsageError, match=r"made in Python.*gluefl\.load\(folder, model=…\)"):
         load(tmp_path / "run")
     with pytest.raises(UsageError, match="does not fit this model"):
         load(tmp_path / "run", model=torch.nn.Linear(6, 4), population=PEOPLE)
     with pytest.raises(UsageError, match=r"holds no finished run: config\.toml"):
         load(tmp_path)
+
+
+def test_a_transform_of_ones_own_is_not_in_the_folder(tmp_path) -> None:
+    train(mlp(), Blobs(), FedAvg(), rounds=1, options=Options(out=tmp_path / "run", progress=False))
+    with pytest.raises(UsageError, match=r"gluefl\.load\(folder, model=…, population=…\)"):
+        load(tmp_path / "run", model=mlp())
+
+
+def test_a_result_without_a_folder_is_saved_and_loaded(tmp_path) -> None:
+    result = trained()
+    result.save(tmp_path / "saved")
+    again = load(tmp_path / "saved", model=mlp())
+    assert again.summary == result.summary and again.journal == result.journal
+    assert torch.equal(again.predict(INPUTS), result.predict(INPUTS))
+    assert not [check for check in verify([tmp_path / "saved"]) if check.damage]
+    with pytest.raises(UsageError, match="not an empty folder"):
+        result.save(tmp_path / "saved")
+
+
+@given(st.sampled_from([(5,), (8, 8), (3, 8, 8), (1, 8, 8)]), st.sampled_from(["uint8", "float32"]), st.integers(1, 3))
+def test_a_stored_transform_is_that_of_the_population(shape, kind, channels) -> None:
+    inputs = (np.random.default_rng(1).random((60, *shape)) * 200).astype(kind)
+    population = arrays(inputs=inputs, labels=np.arange(60) % 4, owners=np.arange(60) // 30, channels=channels)
+    written = json.loads(json.dumps(described(population)))
+    batch, again = torch.from_numpy(inputs[:7]), restored(written)
+    assert torch.equal(again.transform(batch), population.transform(batch))
+    assert (again.shape, again.classes) == (population.shape, population.classes)
+    tokens = arrays(inputs=inputs.astype(int), labels=np.arange(60) % 4, owners=np.arange(60) // 30, tokens=True)
+    assert torch.equal(restored(described(tokens)).transform(batch.long()), tokens.transform(batch.long()))
 
 
 def test_a_run_of_a_configuration_is_loaded_by_its_folder_alone(tmp_path) -> None:
@@ -90,6 +129,20 @@ def test_a_run_of_a_configuration_is_loaded_by_its_folder_alone(tmp_path) -> Non
     test = result.population.test()
     accuracy = float((result.predict(test.inputs).argmax(1) == test.labels).float().mean())
     assert accuracy == pytest.approx(result.summary["last_accuracy"])
+
+
+def test_a_run_of_a_configuration_predicts_where_its_data_are_not(tmp_path) -> None:
+    pictures = RNG.integers(256, size=(100, 28, 28), dtype=np.uint8)
+    np.savez(tmp_path / "data.npz", inputs=pictures, labels=np.arange(100) % 4, owners=np.arange(100) // 25)
+    (tmp_path / "c.toml").write_text(
+        f'rounds = 2\n[population]\nname = "arrays"\npath = "{tmp_path / "data.npz"}"\n[model]\nname = "mlp"\n'
+        '[strategy]\nname = "fedavg"\n[sampling]\ncohort = 3\n'
+    )
+    done = CliRunner().invoke(main, ["run", str(tmp_path / "c.toml"), "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    outputs = load(tmp_path / "run").predict(pictures)
+    (tmp_path / "data.npz").unlink()
+    assert torch.equal(load(tmp_path / "run").predict(pictures), outputs)
 
 
 def test_comparing_in_python_gives_the_table_of_the_command(tmp_path) -> None:

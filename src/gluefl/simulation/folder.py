@@ -79,17 +79,9 @@ class RunFolder:
         notes = {"config": self.description, "fingerprint": self.identity.as_json()}
         checkpoint.save(self.path / CHECKPOINT, state, self.stores, notes, self.keep, self.log)
 
-    def finish(self, model: dict[str, Tensor], summary: Mapping[str, Any], notes: dict[str, str] | None = None) -> None:
+    def finish(self, model: dict[str, Tensor], summary: Mapping[str, Any], notes: dict[str, str]) -> None:
         """Write what a run leaves at its end. The summary comes last: it says that the run is done."""
-        contents = {
-            MODEL: to_bytes(model, metadata=notes),
-            SUMMARY: (json.dumps(summary, indent=2) + "\n").encode(),
-            CONFIG: self.description.encode(),
-        }
-        files.write(self.path / MODEL, contents[MODEL])
-        digests = {name: files.digest(data) for name, data in contents.items()}
-        files.write(self.path / CHECKSUMS, seal({"rounds": summary["rounds"], "files": digests}))
-        files.write(self.path / SUMMARY, contents[SUMMARY])
+        write_result(self.path, self.description, to_bytes(model, metadata=notes or None), summary)
 
     def _check_usable(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -139,6 +131,19 @@ class RunFolder:
                 f"{self.path} holds a run of another configuration, it cannot be resumed with this one. "
                 f"They differ in:\n{lines}"
             )
+
+
+def write_result(path: Path, description: str, model: bytes, summary: Mapping[str, Any]) -> None:
+    """Write model, checksums and summary beside the configuration; the summary says that a run is done."""
+    contents = {
+        MODEL: model,
+        SUMMARY: (json.dumps(summary, indent=2) + "\n").encode(),
+        CONFIG: description.encode(),
+    }
+    files.write(path / MODEL, contents[MODEL])
+    digests = {name: files.digest(data) for name, data in contents.items()}
+    files.write(path / CHECKSUMS, seal({"rounds": summary["rounds"], "files": digests}))
+    files.write(path / SUMMARY, contents[SUMMARY])
 
 
 def same_configuration(a: str, b: str) -> bool:

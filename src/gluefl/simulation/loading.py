@@ -7,11 +7,12 @@ from typing import Any
 from torch import nn
 
 from gluefl import populations
-from gluefl.clients.metrics import METRICS, TOP_1
+from gluefl.clients.metrics import METRICS, TOP_1, Metric
 from gluefl.config import Config, validated
 from gluefl.config.raw import read
-from gluefl.errors import UsageError
+from gluefl.errors import GlueFLError, UsageError
 from gluefl.populations import Population
+from gluefl.populations.stored import restored
 from gluefl.simulation.arguments import load_weights
 from gluefl.simulation.build import build_model, held_out
 from gluefl.simulation.folder import CONFIG, JOURNAL, MODEL, SUMMARY
@@ -27,29 +28,31 @@ def load(
 ) -> Result:
     """The result of a finished run: `gluefl.load("runs/mine").predict(pictures)`.
 
-    A run that was made from a configuration needs nothing else, except the data where its population reads files. For
-    one that was made in Python give a model of the same kind and the population, whose transform belongs to the model:
-    a folder holds tensors and text, never code. A run of adapters leaves the frozen base out of its folder, so that the
-    model must bring the same one; another is refused. With `best` its model is the one that `BestModel` kept, and the
-    summary has its round and value under `best`.
+    A run that was made from a configuration needs nothing else. For one that was made in Python give a model of the
+    same kind: a folder holds tensors and text, never code. It holds the transform of arrays and data sets; where that
+    is code of your own, give the population, too. A result whose data are not here predicts, but has no clients. A run
+    of adapters leaves the frozen base out of its folder, so that the model must bring the same one; another is refused.
+
+    With `best` its model is the one that `BestModel` kept; the summary has its round and value under `best`.
     """
     path = Path(folder)
     missing = [name for name in (CONFIG, JOURNAL, MODEL, SUMMARY) if not (path / name).exists()]
     if missing:
         raise UsageError(f"{path} holds no finished run: {', '.join(missing)} missing. Give the folder of a run.")
-    raw, metric = read(path / CONFIG), TOP_1
-    if model is None or population is None:
-        config = _configuration(raw, path)
-        population = population or _population(config)
-        metric = METRICS[config.evaluation.metric]
-        model = model or build_model(config, population.classes, population.shape)
-    module = copied(model)
+    text, raw = (path / CONFIG).read_text(encoding="utf-8"), read(path / CONFIG)
     summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    config = validated(raw, str(path / CONFIG)) if isinstance(raw.get("population"), dict) else None
+    population = _population(config, summary) if population is None else population
+    if model is None and config is not None and population is not None:
+        model = build_model(config, population.classes, population.shape)
+    if model is None or population is None:
+        raise _made_in_python(path, raw, "model=…" if population is not None else "model=…, population=…")
+    module = copied(model)
     if best:
         kept = _best(path)
         summary["best"] = {"round": kept.round, "value": kept.value}
     load_weights(module, path / (BEST if best else MODEL))
-    return Result(module.eval(), Journal(path / JOURNAL), summary, population, metric)
+    return Result(module.eval(), Journal(path / JOURNAL), summary, population, _metric(summary), text)
 
 
 def _best(path: Path) -> Best:
@@ -61,15 +64,29 @@ def _best(path: Path) -> Best:
     return read_best(path / BEST)
 
 
-def _configuration(raw: dict[str, Any], path: Path) -> Config:
-    if not isinstance(raw.get("population"), dict):  # a run made in Python names types only
-        raise UsageError(
-            f"{path} holds a run that was made in Python with the model {raw.get('model')} and the population "
-            f"{raw.get('population')}: give both, as in gluefl.load(folder, model=…, population=…)."
-        )
-    return validated(raw, str(path / CONFIG))
+def _made_in_python(path: Path, raw: dict[str, Any], needed: str) -> UsageError:
+    return UsageError(
+        f"{path} holds a run that was made in Python with the model {raw.get('model')} and the population "
+        f"{raw.get('population')}: give what it does not hold, as in gluefl.load(folder, {needed})."
+    )
 
 
-def _population(config: Config) -> Population:
+def _population(config: Config | None, summary: dict[str, Any]) -> Population | None:
+    """The population of a configuration; what the summary holds of it where its data are not here."""
+    stored = None if summary.get("transform") is None else restored(summary["transform"])
+    if config is None:
+        return stored
     table = config.population
-    return held_out(populations.build(table.name, table.clients, table.seed, **(table.model_extra or {})), config)
+    try:
+        return held_out(populations.build(table.name, table.clients, table.seed, **(table.model_extra or {})), config)
+    except GlueFLError:
+        if stored is None:
+            raise
+        return stored
+
+
+def _metric(summary: dict[str, Any]) -> Metric:
+    """The metric of a run by its name; one of the user's own is named, but cannot be computed."""
+    name = summary.get("metric", TOP_1.name)
+    own = Metric(name, None, summary.get("higher_is_better", True))
+    return next((metric for metric in METRICS.values() if metric.name == name), own)

@@ -2,21 +2,26 @@
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
+from gluefl import files
 from gluefl.clients.metrics import TOP_1, Metric, metric_of
 from gluefl.errors import MissingExtra, UsageError
 from gluefl.populations import Population
 from gluefl.populations.inputs import KINDS, applied, each, parts, problem
 from gluefl.scores import Score
+from gluefl.simulation.folder import CONFIG, JOURNAL, write_result
 from gluefl.storage.journal import Journal, Line
+from gluefl.storage.sealed import seal
 
 PERCENTILES = (5, 10, 25, 50, 75, 90, 95)
 BATCH = 1000  # samples
@@ -31,6 +36,8 @@ class Result:
     summary: dict[str, Any]
     population: Population
     metric: Metric = TOP_1  # of the run; `accuracy` in the journal holds its values
+
+    configuration: str = field(default="", repr=False)  # the text of config.toml
 
     @cached_property
     def journal(self) -> list[Line]:
@@ -86,6 +93,18 @@ class Result:
             raise MissingExtra("analysis", "Result.frame") from error
         rows = [{key: value for key, value in line.items() if not isinstance(value, dict)} for line in self.journal]
         return pandas.DataFrame(rows).set_index("round") if rows else pandas.DataFrame()
+
+    def save(self, folder: Path | str) -> None:
+        """Write the result of a run without a folder into one, which `gluefl.load` reads."""
+        path = Path(folder)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UsageError(f"{path} is not an empty folder: choose another one for the result.")
+        files.make_folder(path)
+        files.write(path / CONFIG, self.configuration)
+        with files.replacing(path / JOURNAL) as file:
+            file.writelines(seal(line) for line in self.journal)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.module.state_dict().items()}
+        write_result(path, self.configuration, to_bytes(tensors), self.summary)
 
     def plot(self) -> Any:
         """A figure of matplotlib: the metric against what was downloaded."""

@@ -3,11 +3,10 @@
 import hashlib
 import tomllib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from gluefl.core.sampling import LISTABLE, Pool, Sampler, Sticky, Uniform, draw
 from gluefl.core.server import Core, State, start
 from gluefl.errors import DataError
 from gluefl.populations import Population
+from gluefl.populations.stored import described
 from gluefl.randomness import stream
 from gluefl.simulation.arguments import FROZEN, check_arguments, check_shapes, explained, load_weights
 from gluefl.simulation.channel import Encoded, Measured
@@ -97,7 +97,7 @@ def train(
             module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
         )
         goal = Goal(evaluation.metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average)
-        watched = _watched(sim, module, rounds, goal, description, options.folder, journal)
+        watched = _watched(sim, module, rounds, goal, description, options, journal)
         loop = Loop(rounds, evaluation, options, watched)
         first = [state]  # handed over: it would stay in memory for the whole run
         del state
@@ -106,7 +106,7 @@ def train(
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
         _end(sim, state, module, folder, summary, options.save_frozen)
-    return Result(module.cpu().eval(), journal, summary, population, evaluation.metric)
+    return Result(module.cpu().eval(), journal, summary, population, evaluation.metric, description)
 
 
 def _end(
@@ -121,7 +121,7 @@ def _end(
     left_out = {} if save_frozen else frozen_parameters(module)
     named = sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
     if folder is not None:
-        folder.finish(named, summary, {FROZEN: str(frozen_digest(module))} if left_out else None)
+        folder.finish(named, summary, _notes(module, left_out))
 
 
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
@@ -206,10 +206,11 @@ def _watched(
     rounds: int,
     goal: Goal,
     description: str,
-    folder: Path | None,
+    options: Options,
     journal: Journal,
 ) -> Watched:
     """The run as its callbacks see it."""
+    folder, left_out = options.folder, {} if options.save_frozen else frozen_parameters(module)
     return Watched(
         name=name_of(sim.core.strategy) if folder is None else folder.resolve().name,
         rounds=rounds,
@@ -217,14 +218,20 @@ def _watched(
         folder=folder,
         configuration=tomllib.loads(description),
         played=journal.stored,
-        tensors=partial(_tensors, sim, module),
+        tensors=partial(_tensors, sim, module, left_out),
+        notes=lambda: _notes(module, left_out),
     )
 
 
-def _tensors(sim: Simulation, module: nn.Module, state: State) -> dict[str, Tensor]:
+def _tensors(sim: Simulation, module: nn.Module, left_out: Collection[str], state: State) -> dict[str, Tensor]:
     """The model of a state under the names of the module, between two rounds."""
     with on_side_stream(sim.core.space.device, "evaluation"):
-        return sim.core.layout.state_dict(module, *state.model)
+        return sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
+
+
+def _notes(module: nn.Module, left_out: Collection[str]) -> dict[str, str]:
+    """What the file of a model says of the part that it leaves out."""
+    return {FROZEN: str(frozen_digest(module))} if left_out else {}
 
 
 def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:
@@ -250,6 +257,7 @@ def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:
 def _measured(evaluator: Evaluator, state: State) -> dict[str, Any]:
     """What the journal's `accuracy` is; where it was decided on validation samples, the result on the test samples."""
     named = evaluator.metric.score.keys() | {"evaluated_on": evaluator.decides_on, "test_accuracy": None}
+    named["transform"] = described(evaluator.population)  # which `load` applies to raw inputs
     if evaluator.decides_on == "test":
         return named
     final = evaluator.test(*state.model)

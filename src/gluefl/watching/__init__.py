@@ -67,6 +67,7 @@ class Watched:
     configuration: Mapping[str, Any]  # as in config.toml
     played: "Callable[[], Iterator[Line]]"  # the lines of the rounds so far; of a run that goes on, those before it
     tensors: "Callable[[State], dict[str, Tensor]]"  # the model of a state, under the names of the module
+    notes: Callable[[], Mapping[str, str]] = dict  # what a file of these tensors says of those that it leaves out
     reasons: list[str] = field(default_factory=list)  # why it ends before its last round
 
     def stop(self, reason: str) -> None:

@@ -60,15 +60,15 @@ class BestModel:
             nonlocal best
             value = line["accuracy"]
             if value is not None and (best is None or run.goal.is_better(value, best)):
-                write(path, Best(line["round"], value, run.tensors(state)))
+                write(path, Best(line["round"], value, run.tensors(state)), run.notes())
                 best = value
 
         yield after_round
 
 
-def write(path: Path, best: Best) -> None:
+def write(path: Path, best: Best, notes: Mapping[str, str]) -> None:
     """One file, replaced in one step: a model never stands beside the record of another one."""
-    record = {"round": str(best.round), "value": repr(best.value), "digest": best.digest}
+    record = {**notes, "round": str(best.round), "value": repr(best.value), "digest": best.digest}
     files.write(path, to_bytes(dict(best.tensors), metadata=record))
 
 
