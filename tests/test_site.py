@@ -2,8 +2,11 @@
 
 import ast
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 
 import click
@@ -51,6 +54,12 @@ def test_the_site_builds_without_a_warning(tmp_path) -> None:
     for page in ("index", "reference/configuration", "reference/commands", "reference/python"):
         assert (tmp_path / "site" / f"{page}.html").exists()
     assert "hysteresis" in (tmp_path / "site" / "reference" / "configuration.html").read_text(encoding="utf-8")
+
+
+def test_the_reference_is_that_of_the_program() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "docs_hooks.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("page", "text"), blocks("toml"))

@@ -7,6 +7,7 @@ builds the site.
 
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,8 +190,18 @@ def pages() -> dict[str, str]:
     return {"configuration": configuration_page(), "commands": commands_page(), "python": python_page()}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the pages; with --check, only say which of them are out of date."""
     folder = Path(__file__).parents[1] / "docs" / "reference"
+    made = {folder / f"{page}.md": text for page, text in pages().items()}
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if "--check" in sys.argv[1:]:
+        names = ", ".join(path.name for path in stale)
+        sys.exit(f"out of date: {names}. Run python tools/docs_hooks.py." if stale else 0)
     folder.mkdir(exist_ok=True)
-    for page, text in pages().items():
-        (folder / f"{page}.md").write_text(text, encoding="utf-8")
+    for path in stale:
+        path.write_text(made[path], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

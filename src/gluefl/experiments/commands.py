@@ -148,10 +148,10 @@ def trackers(names: Sequence[str]) -> tuple[Any, ...]:
 def study_executor(place: Place, jobs: int | None) -> Executor:
     """Runs at a time in processes of this machine, or spread over a Ray cluster."""
     if place.engine == "ray":
-        return ClusterRuns(place.device, jobs or place.workers, place.ray_address)
+        return ClusterRuns(place.device, jobs if jobs is not None else place.workers, place.ray_address)
     if place.engine == "processes" and None not in (jobs, place.workers):
         raise UsageError(f"--jobs {jobs} and --workers {place.workers}: a study runs one process per run; give --jobs.")
-    return WorkerProcesses(place.device, jobs or place.workers)
+    return WorkerProcesses(place.device, jobs if jobs is not None else place.workers)
 
 
 def _executor(count: int, options: RunOptions) -> Executor:

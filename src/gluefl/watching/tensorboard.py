@@ -29,8 +29,12 @@ class TensorBoard:
         folder = run.folder if self.folder is None else Path(self.folder)
         if folder is None:
             raise UsageError("TensorBoard needs a folder to write to: Options(out=…) or TensorBoard(folder=…).")
-        last = sum(1 for _ in run.played())
-        return Events(library().SummaryWriter(str(folder), purge_step=last + 1, write_to_disk=True))
+        first = 1 + sum(1 for _ in run.played())
+        # The library names files by the second: without a suffix a run resumed at once would overwrite the first file.
+        suffix = f".round-{first}"
+        return Events(
+            library().SummaryWriter(str(folder), purge_step=first, filename_suffix=suffix, write_to_disk=True)
+        )
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,9 @@ def encoded(core: Core, head: wire.Header, body: wire.Body) -> bytes:
 def stored(core: Core, replica: Replica, path: Path) -> int:
     """The bytes of a replica on a client's disk."""
     tensors, codec = {"weights": replica.weights, "statistics": replica.statistics}, core.traits.package_codec
-    if isinstance(codec, wire.BodyCodec) and core.origin is not None:  # what differs from version 0, as a package would bring it
+    if (
+        isinstance(codec, wire.BodyCodec) and core.origin is not None
+    ):  # what differs from version 0, as a package would bring it
         vector = torch.cat([replica.weights, replica.statistics])
         update = part_of(vector, Mask(vector != core.origin))
         shared = wire.Shared(core.space.mask(False))
