@@ -1,12 +1,15 @@
 """What all tests share: one thread, bounded Hypothesis, GPU tests only where there is a GPU."""
 
 import os
+import signal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# A shell that starts the tests in the background ignores interrupts, and the programs they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "gluefl",
     max_examples=50,

@@ -640,8 +640,11 @@ def test_ctrl_c_ends_the_live_page_as_asked(made) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         address = re.search(r"http://\S+", process.stdout.readline())[0]
         assert "gluefl report" in get(address)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0 and not process.stderr.read()
+        try:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=20) == 0 and not process.stderr.read()
+        finally:
+            process.kill()  # leaving the block waits for its end
 
 
 def test_comparing_nothing_gives_nothing() -> None:
