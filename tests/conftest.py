@@ -1,12 +1,16 @@
 """What all tests share: one thread, bounded Hypothesis, GPU tests only where there is a GPU."""
 
 import os
+import signal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs with SIGINT ignored, and programs started by tests would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "gluefl",
     max_examples=50,

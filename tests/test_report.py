@@ -641,7 +641,10 @@ def test_ctrl_c_ends_the_live_page_as_asked(made) -> None:
         address = re.search(r"http://\S+", process.stdout.readline())[0]
         assert "gluefl report" in get(address)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0 and not process.stderr.read()
+        try:
+            assert process.wait(timeout=20) == 0 and not process.stderr.read()
+        finally:
+            process.kill()  # otherwise the end of the block waits for it
 
 
 def test_comparing_nothing_gives_nothing() -> None:

@@ -209,6 +209,20 @@ class Totals:
         }
 
 
+def unreachable(target: float | None, rounds: int, every: int, average: int) -> str | None:
+    """Why no run of so many rounds can reach a target, and what to change; None if one can."""
+    evaluations = -(-rounds // every)  # the last round is always evaluated
+    if target is None or evaluations >= average:
+        return None
+    changes = [f"rounds to {every * average} or more", f"evaluation.average to {evaluations} or less"]
+    changes += [f"evaluation.every to {rounds // average} or less"] if rounds >= average else []
+    return (
+        f"no run can reach the target {target:g}: it is compared with the mean of {average} evaluations, and "
+        f"{rounds} rounds, evaluated every {every}, have {evaluations}. "
+        f"Set {', '.join(changes[:-1])} or {changes[-1]}."
+    )
+
+
 def perplexity(loss: float | None) -> float | None:
     """e^loss, for text."""
     return None if loss is None else math.exp(min(loss, 700.0))
