@@ -95,6 +95,7 @@ def made(tmp_path_factory) -> Path:
     result = gluefl("compare", configuration(folder), "--out", out, "--seeds", "1,2")
     assert result.exit_code == 0, result.output
     assert f"Report: {out / 'report.html'}" in result.stdout
+    (folder / "said.txt").write_text(result.stdout)
     return out
 
 
@@ -511,7 +512,8 @@ def test_a_page_of_damaged_runs_opens_too(runs, tab, tmp_path) -> None:
     for name, lines in (("fedavg-1", 1), ("gluefl-1", 0), ("gluefl-2", 3)):
         journal = runs / name / "journal.jsonl"
         journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:lines]) + b'{"ro')
-    tab.open(page.write([runs], tmp_path / "report.html").as_uri(), 390)
+    page.write([runs], tmp_path / "report.html")
+    tab.open((tmp_path / "report.html").as_uri(), 390)
     assert tab.errors == [] and "half written after round 1" in tab.run("document.body.innerText")
 
 
@@ -522,7 +524,39 @@ def test_the_page_lands_where_it_was_asked_for(made, tmp_path, monkeypatch) -> N
     result = gluefl("report", made, "--out", tmp_path / "new" / "page.html")
     assert result.exit_code == 0 and (tmp_path / "new" / "page.html").stat().st_size < 2_000_000
     monkeypatch.chdir(tmp_path)
-    assert gluefl("report", made / "fedavg-1").stdout == "Report: report.html\n" and Path("report.html").exists()
+    assert gluefl("report", made / "fedavg-1").stdout.endswith("Report: report.html\n")
+    assert Path("report.html").exists()
+
+
+def test_the_report_prints_the_table_of_the_comparison(made, tmp_path) -> None:
+    page = tmp_path / "page.html"
+    compared = (made.parent / "said.txt").read_text()
+    table = compared[: compared.index("Results: ")]
+    assert "gluefl" in table and gluefl("report", made, "--out", page).stdout == f"{table}Report: {page}\n"
+
+
+def test_the_report_names_what_its_table_does_not_show(runs, tmp_path) -> None:
+    page = tmp_path / "page.html"
+    (runs / "fedavg-1" / "failed.txt").write_text("round 12: the loss is nan.\n")
+    (runs / "fedavg-2" / "summary.json").write_text("{}")
+    (runs / "gluefl-1" / "journal.jsonl").write_bytes(b"")
+    edit(runs / "gluefl-2" / "config.toml", ("clients = 20", "clients = 19"))
+    said = gluefl("report", runs, "--out", page).stdout
+    for text in (
+        "fedavg-1: failed: round 12: the loss is nan.",
+        "fedavg-2: in progress, 12 of 12 rounds",
+        "gluefl-1: the journal is empty",
+        "Not compared with the runs above: another population.clients: 19 instead of 20.",
+    ):
+        assert text in said
+
+
+def test_a_target_out_of_reach_is_named_once_for_all_runs(tmp_path) -> None:
+    few = ["--set", "rounds=3", "--set", "evaluation.every=2", "--set", "evaluation.average=3", "--set", "target=0.9"]
+    result = gluefl("compare", configuration(tmp_path), "--out", tmp_path / "out", *few)
+    assert result.exit_code == 0 and result.stderr.count("gluefl: warning: no run can reach the target 0.9") == 1
+    assert result.stderr.index("gluefl: warning: ") < result.stderr.index("fedavg, seed 1: round 2/3")
+    assert "Accuracy: mean of all evaluations, at most 3." in result.stdout
 
 
 def test_json_stays_json(made, tmp_path) -> None:

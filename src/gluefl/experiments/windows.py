@@ -18,7 +18,7 @@ def window(summaries: Sequence[Summary]) -> str:
     if evaluations == 1:
         return f"single evaluations, every {rounds} round{'s' if rounds > 1 else ''}"
     if all(summary["rounds"] < rounds for summary in summaries):
-        return f"mean of all evaluations, where the last {evaluations} were asked for"
+        return f"mean of all evaluations, at most {evaluations}"
     return f"mean of the last {evaluations} evaluations, {rounds} rounds"
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import tomllib
-import warnings
 from array import array
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,7 +38,7 @@ from gluefl.simulation.process import device_of
 from gluefl.simulation.result import Result, percentiles
 from gluefl.simulation.round import Player, play
 from gluefl.simulation.settings import Options, Setting
-from gluefl.storage.journal import Journal, Totals, perplexity, unreachable
+from gluefl.storage.journal import Journal, Totals, perplexity
 from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
 from gluefl.vectors.frozen import copied, frozen_digest, frozen_parameters
@@ -76,9 +75,6 @@ def train(
     check_arguments(model, population, sampler, rounds, setting, options)
     setting, options = setting or Setting(), options or Options()
     population, evaluation = setting.evaluation.applied_to(population), setting.evaluation
-    problem = unreachable(evaluation.target, rounds, evaluation.every, evaluation.average)
-    if problem is not None and options.description is None:  # of a configuration the command has said it
-        warnings.warn(problem, stacklevel=2)
     device = device_of(options.device)
     module = copied(model).to(device)
     if setting.initial_weights is not None:

@@ -212,10 +212,10 @@ class Totals:
 def unreachable(target: float | None, rounds: int, every: int, average: int) -> str | None:
     """Why no run of so many rounds can reach a target, and what to change; None if one can."""
     evaluations = -(-rounds // every)  # the last round is always evaluated
-    if target is None or evaluations >= average:
+    if target is None or rounds == 0 or evaluations >= average:
         return None
-    changes = [f"rounds to {every * average} or more", f"evaluation.average to {evaluations} or less"]
-    changes += [f"evaluation.every to {rounds // average} or less"] if rounds >= average else []
+    changes = [f"rounds to at least {every * average}", f"evaluation.average to at most {evaluations}"]
+    changes += [f"evaluation.every to at most {rounds // average}"] if rounds >= average else []
     return (
         f"no run can reach the target {target:g}: it is compared with the mean of {average} evaluations, and "
         f"{rounds} rounds, evaluated every {every}, have {evaluations}. "
