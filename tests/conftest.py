@@ -1,5 +1,6 @@
 """What all tests share: one thread, bounded Hypothesis, GPU tests only where there is a GPU."""
 
+import gc
 import os
 import signal
 
@@ -19,6 +20,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("gluefl")
+
+
+def pytest_collection_finish() -> None:
+    # What was imported for all tests stays: to visit it in every collection of garbage takes most of its time.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -196,8 +196,7 @@ def test_encoding_every_message_changes_nothing(name, undisturbed, tmp_path) -> 
 # --- killed and resumed -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gluefl", "gluefl, half"])
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize(("name", "number"), [("gluefl", "SIGKILL"), ("gluefl, half", "SIGTERM")])
 def test_a_killed_process_and_a_resumed_one_give_the_same_run(name, number, undisturbed, tmp_path) -> None:
     folder, half = tmp_path / "run", "half" if "half" in name else "float"
     script = Path(__file__).parent / "runs.py"
