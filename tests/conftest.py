@@ -29,6 +29,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "slow" not in item.keywords)  # first, so that no worker waits for another at the end
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -28,6 +28,7 @@ import rounds  # noqa: E402
 on_linux = pytest.mark.skipif(not hasattr(os, "fork") or sys.platform != "linux", reason="forks, and mounts disks")
 
 
+@pytest.mark.slow
 @on_linux
 def test_kills_damage_pairs_and_bad_disks(tmp_path) -> None:
     """In a process of its own: it forks."""
