@@ -1,6 +1,5 @@
 """A headless Chromium over the pipe of its debugging protocol: enough to open a page, look at it and listen to it."""
 
-import base64
 import fcntl
 import json
 import os
@@ -9,7 +8,6 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -73,18 +71,6 @@ class Page:
     def move(self, x: float, y: float) -> None:
         """Move the mouse."""
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        found = self.send("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
-
-    def pdf(self, path: Path) -> None:
-        """The page as it is printed."""
-        found = self.send(
-            "Page.printToPDF", printBackground=False, preferCSSPageSize=True, paperWidth=8.27, paperHeight=11.7
-        )
-        path.write_bytes(base64.b64decode(found["data"]))
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:

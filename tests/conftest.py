@@ -1,5 +1,6 @@
 """What all tests share: one thread, bounded Hypothesis, GPU tests only where there is a GPU."""
 
+import gc
 import os
 import signal
 
@@ -8,8 +9,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
-# A shell that starts the tests in the background ignores interrupts, and the programs they start would inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs with SIGINT ignored, and programs started by tests would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "gluefl",
     max_examples=50,
@@ -20,7 +22,14 @@ settings.register_profile(
 settings.load_profile("gluefl")
 
 
+def pytest_collection_finish() -> None:
+    # What was imported for all tests stays: to visit it in every collection of garbage takes most of its time.
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "slow" not in item.keywords)  # first, so that no worker waits for another at the end
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

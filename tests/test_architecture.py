@@ -8,10 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runs import small_run
 from stubs import ROOT
 
 SOURCE = ROOT / "src" / "gluefl"
@@ -71,23 +74,34 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         yield from imports(node)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_go_one_way(path) -> None:
-    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    for name, _ in imports(ast.parse(path.read_text(encoding="utf-8"))):
-        if not name.startswith("gluefl.") or name == "gluefl.__version__":
-            continue
-        other = name.split(".")[1]
+@cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    """Every module, parsed once."""
+    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in FILES]
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for path, tree in trees():
+        own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
         assert own == "__init__" or own in LEVEL, f"say in LAYERS where {own} belongs"
-        assert other == own or LEVEL[other] < LEVEL[own], f"{own} imports {name}"
+        for name, _ in imports(tree):
+            if not name.startswith("gluefl.") or name == "gluefl.__version__":
+                continue
+            other = name.split(".")[1]
+            if other != own and LEVEL[other] >= LEVEL[own]:
+                wrong.append(f"{name_of(path)} imports {name}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_optional_libraries_stay_in_their_corners(path) -> None:
-    for name, _ in imports(ast.parse(path.read_text(encoding="utf-8"))):
-        library = name.split(".")[0]
-        if library in CORNERS:
-            assert name_of(path).startswith(tuple(CORNERS[library])), f"{library} is imported in {name_of(path)}"
+def test_optional_libraries_stay_in_their_corners() -> None:
+    found = [(name_of(path), name.split(".")[0]) for path, tree in trees() for name, _ in imports(tree)]
+    wrong = [
+        f"{library} is imported in {file}"
+        for file, library in found
+        if library in CORNERS and not file.startswith(tuple(CORNERS[library]))
+    ]
+    assert wrong == []
 
 
 def test_the_core_needs_no_optional_library() -> None:
@@ -113,18 +127,27 @@ def public(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
                 yield from ((f"{node.name}.{n.name}", n) for n in inside)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_everything_public_has_a_docstring_and_types(path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert ast.get_docstring(tree), "a module says what it is for"
+def undocumented(tree: ast.Module) -> Iterator[str]:
+    """What the public names of a module do not say."""
+    if not ast.get_docstring(tree):
+        yield "a module says what it is for"
     for name, node in public(tree):
-        assert ast.get_docstring(node), f"{name} has no docstring"
+        if not ast.get_docstring(node):
+            yield f"{name} has no docstring"
         if isinstance(node, ast.ClassDef):
             continue
-        assert node.returns is not None, f"{name} does not say what it returns"
+        if node.returns is None:
+            yield f"{name} does not say what it returns"
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         untyped = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
-        assert not untyped, f"{name}: {untyped} have no type"
+        yield from (f"{name}: {argument} has no type" for argument in untyped)
+
+
+def test_everything_public_has_a_docstring_and_types() -> None:
+    assert [f"{name_of(path)}: {problem}" for path, tree in trees() for problem in undocumented(tree)] == []
+    assert [*undocumented(ast.parse("def f(x): ..."))] == [
+        "a module says what it is for", "f has no docstring", "f does not say what it returns", "f: x has no type"
+    ]  # fmt: skip
 
 
 ROUND = SOURCE / "simulation" / "round.py"
@@ -146,11 +169,6 @@ MUTABLE_CALLS = (
 )
 CHANGES = ("append", "add", "update", "pop", "clear", "setdefault", "extend", "remove", "insert", "popitem")
 OPEN = ("accel/resources.py", "_open")  # the resources of the run in progress: empty between runs
-
-
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    for path in FILES:
-        yield path, ast.parse(path.read_text(encoding="utf-8"))
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
@@ -196,7 +214,7 @@ def test_look_ahead_is_known_to_one_line_of_another_module() -> None:
 
 def test_without_look_ahead_one_line_changes_and_no_journal(tmp_path) -> None:
     """Deleted for real, in a copy of the package."""
-    copy = Path(shutil.copytree(SOURCE, tmp_path / "src" / "gluefl", ignore=shutil.ignore_patterns("__pycache__")))
+    copy = Path(shutil.copytree(SOURCE, tmp_path / "src" / "gluefl"))
     (copy / "simulation" / "lookahead.py").unlink()
     run = copy / "simulation" / "run.py"
     lines = run.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -205,14 +223,16 @@ def test_without_look_ahead_one_line_changes_and_no_journal(tmp_path) -> None:
     run.write_text("".join(lines), encoding="utf-8")
     code = "import json, gluefl; from runs import small_run; print(gluefl.__file__)\n"
     code += "for line in small_run(rounds=6).journal: print(json.dumps(line))"
-    journals = []
-    for source in (SOURCE.parent, copy.parent):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(ROOT / "tests")])}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-        where, *journal = done.stdout.splitlines()
-        assert Path(where).is_relative_to(source)
-        journals.append([{**json.loads(line), "wall_s": 0} for line in journal])
-    assert journals[0] == journals[1] and len(journals[0]) == 6
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy.parent), str(ROOT / "tests")])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    where, *journal = done.stdout.splitlines()
+    assert Path(where).is_relative_to(copy)
+    assert [without_time(json.loads(line)) for line in journal] == [*map(without_time, small_run(rounds=6).journal)]
+    assert len(journal) == 6
+
+
+def without_time(line: dict[str, Any]) -> dict[str, Any]:
+    return {**line, "wall_s": 0}
 
 
 def is_mutable(value: ast.expr | None) -> bool:
@@ -274,18 +294,17 @@ def test_no_module_uses_private_names_of_another() -> None:
     """Names that start with an underscore are used in the file that defines them; torch's own are torch's matter."""
     defined: dict[str, set[str]] = {}
     for path, tree in trees():
-        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-        names |= {
-            n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-        }
+        nodes = list(ast.walk(tree))
+        names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+        names |= {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
         defined[name_of(path)] = {name for name in names if private(name)}
     for path, tree in trees():
         others = set().union(*(names for file, names in defined.items() if file != name_of(path)))
         for name, _ in imports(tree):
             assert not (name.startswith("gluefl.") and private(name.split(".")[-1])), f"{name_of(path)} imports {name}"
+        ours = others - defined[name_of(path)] - {"_version"}  # which is a tensor's too
         for node in ast.walk(tree):
-            ours = others - defined[name_of(path)] - {"_version"}  # which is a tensor's too
             if isinstance(node, ast.Attribute) and node.attr in ours:
                 base = ast.unparse(node.value)
                 assert base in ("self", "cls"), f"{name_of(path)}:{node.lineno} uses {base}.{node.attr}"

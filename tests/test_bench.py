@@ -16,6 +16,7 @@ from gluefl.cli import main
 from gluefl.experiments.bench import node
 from gluefl.experiments.bench.commands import STRATEGIES
 from gluefl.experiments.bench.profile import Marks, Stopwatch, idle_by_part, watched
+from gluefl.experiments.bench.timeline import lines
 from gluefl.fleet import Fleet
 from gluefl.simulation.round import play
 from gluefl.strategies.registry import ROWS
@@ -101,6 +102,20 @@ def test_marks_are_seen_by_the_profiler() -> None:
         play(watched(sim, Marks()), state)
     names = {event.name for event in seen.events() if event.name.startswith("gluefl: ")}
     assert {"gluefl: training", "gluefl: packages", "gluefl: compression"} <= names
+
+
+def test_a_timeline_holds_the_parts_of_each_round_in_order(all_cores) -> None:
+    work = ["--model", "mlp", "--clients", "40", "--cohort", "3", "--rounds", "2", "--cores", "1"]
+    done = CliRunner().invoke(main, ["bench", "timeline", *work, "--json"], catch_exceptions=False)
+    rounds = json.loads(done.stdout)["rounds"]
+    assert [one["round"] for one in rounds] == [3, 4]  # after one to warm up and one for which nothing was begun
+    for one in rounds:
+        assert {"training", "packages", "compression"} <= {part["part"] for part in one["parts"]}
+        began = [part["host_ms"][0] for part in one["parts"]]
+        assert began == sorted(began) and all(a <= b for a, b in (part["host_ms"] for part in one["parts"]))
+        assert max(part["host_ms"][1] for part in one["parts"]) <= one["round_ms"]
+    shown = list(lines(rounds, shortest_ms=0.0))
+    assert len(shown) == sum(1 + len(one["parts"]) for one in rounds) and "training" in "".join(shown)
 
 
 def test_rounds_of_two_populations_are_measured_in_turns(all_cores) -> None:

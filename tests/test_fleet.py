@@ -143,14 +143,14 @@ def test_one_client_is_asked_as_many_are(clock_s: float) -> None:
 @given(st.integers(0, 5), clients, clocks_s)
 @settings(deadline=None)
 def test_online_until_is_the_moment_it_goes(seed: int, client: int, clock_s: float) -> None:
-    fleet = Fleet(seed=seed)
-    until_s = fleet.online_until(client, clock_s)
-    if not fleet.is_online(clock_s)(client):
+    process = Diurnal(seed)
+    until_s = process.online_until(client, clock_s, math.inf)
+    if not process.is_online(client, clock_s):
         assert until_s == clock_s
         return
     assert until_s > clock_s
-    assert all(fleet.is_online(t)(client) for t in np.linspace(clock_s, min(until_s, 2e6) - 1e-3, 40) if t > clock_s)
-    assert until_s == math.inf or not fleet.is_online(until_s + 1e-3)(client)
+    assert all(process.is_online(client, t) for t in np.linspace(clock_s, min(until_s, 2e6) - 1e-3, 40) if t > clock_s)
+    assert until_s == math.inf or not process.is_online(client, until_s + 1e-3)
 
 
 @given(st.sampled_from(sorted(AUTHORS)), clients, clocks_s, message_bytes, message_bytes, st.integers(0, 10_000))
@@ -162,7 +162,7 @@ def test_trips_keep_their_laws(
     trip = fleet.trip(client, clock_s, down_bytes, up_bytes, samples)
     assert min(trip.download_s, trip.upload_s) >= 0.05 and trip.compute_s >= 0
     assert trip.arrival_s == trip.download_s + trip.compute_s + trip.upload_s
-    stays_s = fleet.online_until(client, clock_s) - clock_s
+    stays_s = Diurnal(fleet.seed).online_until(client, clock_s, math.inf) - clock_s
     if trip.lost_s is None:
         assert stays_s >= trip.arrival_s
     else:

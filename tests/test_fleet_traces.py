@@ -1,5 +1,6 @@
 """Traces of one's own: what loads, what is refused, what never runs."""
 
+import math
 import os
 import pickle
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from gluefl.errors import DataError
 from gluefl.fleet import Fleet, unpickle
+from gluefl.fleet.availability import RecordedSessions
 from gluefl.fleet.traces import capacity, sessions
 
 DEVICES = {c: {"computation": 20.0 + c, "communication": 1000 * (c + 1)} for c in range(4)}
@@ -63,8 +65,9 @@ def test_behaviour_pickle_says_who_is_online(tmp_path: Path) -> None:
         [True, True, True, False, True, False],
         [False] * 6,
     ]
-    assert fleet.online_until(0, 12.0) == pytest.approx(20)
-    assert fleet.online_until(1, 205.0) == pytest.approx(230)
+    process = RecordedSessions(fleet.availability_file)
+    assert process.online_until(0, 12.0, math.inf) == pytest.approx(20)
+    assert process.online_until(1, 205.0, math.inf) == pytest.approx(230)
     assert [fleet.next_change_s(float(t)) for t in (0, 10, 60)] == pytest.approx([10, 50, 100])
     trip = fleet.trip(0, 15.0, 10**6, 10**8, 100)
     assert trip.lost_s == pytest.approx(5.0) and trip.downloaded
@@ -72,10 +75,10 @@ def test_behaviour_pickle_says_who_is_online(tmp_path: Path) -> None:
 
 def test_sessions_from_csv_join_over_the_end_of_the_record(tmp_path: Path) -> None:
     path = written(tmp_path, "client,online_s,offline_s\n0,0,0.1\n0,0.2,0.3\n1,0,0.15\n1,0.15,0.3\n")
-    fleet = Fleet(availability="file", availability_file=path)
-    assert fleet.online_until(0, 0.25) == pytest.approx(0.4)  # 0.3 is the next 0
-    assert not fleet.is_online(0.15)(0)
-    assert fleet.online_until(1, 0.1) == float("inf")
+    process = RecordedSessions(str(path))
+    assert process.online_until(0, 0.25, math.inf) == pytest.approx(0.4)  # 0.3 is the next 0
+    assert not process.is_online(0, 0.15)
+    assert process.online_until(1, 0.1, math.inf) == math.inf
 
 
 @given(st.lists(st.floats(0.5, 1000), min_size=2, max_size=12, unique=True), st.floats(0, 5000))
@@ -83,12 +86,12 @@ def test_sessions_from_csv_join_over_the_end_of_the_record(tmp_path: Path) -> No
 def test_online_until_agrees_with_is_online(tmp_path: Path, moments: list[float], clock_s: float) -> None:
     moments = sorted(moments)[: len(moments) // 2 * 2]
     record = {"active": moments[::2], "inactive": moments[1::2], "finish_time": moments[-1] + 10}
-    fleet = Fleet(availability="file", availability_file=saved(tmp_path, {0: record}))
-    until_s, online = fleet.online_until(0, clock_s), fleet.is_online(clock_s)(0)
+    process = RecordedSessions(str(saved(tmp_path, {0: record})))
+    until_s, online = process.online_until(0, clock_s, math.inf), process.is_online(0, clock_s)
     assert (until_s > clock_s) == online
     if online and until_s - clock_s > 1e-3:
-        assert fleet.is_online((clock_s + until_s) / 2)(0)
-    next_s = fleet.next_change_s(clock_s)
+        assert process.is_online(0, (clock_s + until_s) / 2)
+    next_s = process.next_change_s(clock_s)
     assert clock_s < next_s <= clock_s + record["finish_time"] + 1e-6
 
 

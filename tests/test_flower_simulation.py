@@ -72,7 +72,7 @@ def test_a_simulation_keeps_versions_only(tmp_path: Path) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "FLWR_HOME": str(tmp_path / "flwr"),
         "HOME": str(tmp_path / "home"),
-        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")]),
     }
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **offline}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -81,8 +81,7 @@ def published(state) -> Tensor:
 # --- replicas ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("initial", ["known", "download"])
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=["uniform", "sticky"])
+@pytest.mark.parametrize(("sampler", "initial"), zip(SAMPLERS, ("known", "download")), ids=["uniform", "sticky"])
 def test_replicas_follow_the_server_over_fifty_rounds(sampler, initial) -> None:
     """With misses, losses, refinements and coarsenings; every package is applied as another program would."""
     f, state = federation(RESTLESS, sampler, devices=Unreliable(lose), channel=delivered, initial=initial)

@@ -33,12 +33,14 @@ small_run(out=sys.argv[1], callbacks=[wait], rounds=8)
 
 @pytest.fixture
 def writer(tmp_path):
-    """A process in the middle of a run."""
+    """A process in the middle of a run, stopped there: its other threads may still have been writing."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
     child = subprocess.Popen(
         [sys.executable, "-c", WRITER, tmp_path / "run"], stdout=subprocess.PIPE, text=True, env=environment
     )
     assert child.stdout.readline() == "playing\n"
+    os.kill(child.pid, signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
     yield child
     child.kill()
     child.wait()

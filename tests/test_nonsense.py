@@ -37,11 +37,12 @@ strategy = { name = "stc" }
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.toml").write_text(TINY)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "binary").write_bytes(bytes(range(256)))
-    return tmp_path
+    here = tmp_path / "here"  # what is written beside it is seen, too
+    (here / "folder").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    (here / "tiny.toml").write_text(TINY)
+    (here / "binary").write_bytes(bytes(range(256)))
+    return here
 
 
 def invoke(*arguments: str) -> Result:

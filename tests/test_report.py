@@ -95,6 +95,7 @@ def made(tmp_path_factory) -> Path:
     result = gluefl("compare", configuration(folder), "--out", out, "--seeds", "1,2")
     assert result.exit_code == 0, result.output
     assert f"Report: {out / 'report.html'}" in result.stdout
+    (folder / "said.txt").write_text(result.stdout)
     return out
 
 
@@ -511,7 +512,8 @@ def test_a_page_of_damaged_runs_opens_too(runs, tab, tmp_path) -> None:
     for name, lines in (("fedavg-1", 1), ("gluefl-1", 0), ("gluefl-2", 3)):
         journal = runs / name / "journal.jsonl"
         journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:lines]) + b'{"ro')
-    tab.open(page.write([runs], tmp_path / "report.html").as_uri(), 390)
+    page.write([runs], tmp_path / "report.html")
+    tab.open((tmp_path / "report.html").as_uri(), 390)
     assert tab.errors == [] and "half written after round 1" in tab.run("document.body.innerText")
 
 
@@ -522,7 +524,39 @@ def test_the_page_lands_where_it_was_asked_for(made, tmp_path, monkeypatch) -> N
     result = gluefl("report", made, "--out", tmp_path / "new" / "page.html")
     assert result.exit_code == 0 and (tmp_path / "new" / "page.html").stat().st_size < 2_000_000
     monkeypatch.chdir(tmp_path)
-    assert gluefl("report", made / "fedavg-1").stdout == "Report: report.html\n" and Path("report.html").exists()
+    assert gluefl("report", made / "fedavg-1").stdout.endswith("Report: report.html\n")
+    assert Path("report.html").exists()
+
+
+def test_the_report_prints_the_table_of_the_comparison(made, tmp_path) -> None:
+    page = tmp_path / "page.html"
+    compared = (made.parent / "said.txt").read_text()
+    table = compared[: compared.index("Results: ")]
+    assert "gluefl" in table and gluefl("report", made, "--out", page).stdout == f"{table}Report: {page}\n"
+
+
+def test_the_report_names_what_its_table_does_not_show(runs, tmp_path) -> None:
+    page = tmp_path / "page.html"
+    (runs / "fedavg-1" / "failed.txt").write_text("round 12: the loss is nan.\n")
+    (runs / "fedavg-2" / "summary.json").write_text("{}")
+    (runs / "gluefl-1" / "journal.jsonl").write_bytes(b"")
+    edit(runs / "gluefl-2" / "config.toml", ("clients = 20", "clients = 19"))
+    said = gluefl("report", runs, "--out", page).stdout
+    for text in (
+        "fedavg-1: failed: round 12: the loss is nan.",
+        "fedavg-2: in progress, 12 of 12 rounds",
+        "gluefl-1: the journal is empty",
+        "Not compared with the runs above: another population.clients: 19 instead of 20.",
+    ):
+        assert text in said
+
+
+def test_a_target_out_of_reach_is_named_once_for_all_runs(tmp_path) -> None:
+    few = ["--set", "rounds=3", "--set", "evaluation.every=2", "--set", "evaluation.average=3", "--set", "target=0.9"]
+    result = gluefl("compare", configuration(tmp_path), "--out", tmp_path / "out", *few)
+    assert result.exit_code == 0 and result.stderr.count("gluefl: warning: no run can reach the target 0.9") == 1
+    assert result.stderr.index("gluefl: warning: ") < result.stderr.index("fedavg, seed 1: round 2/3")
+    assert "Accuracy: mean of all evaluations, at most 3." in result.stdout
 
 
 def test_json_stays_json(made, tmp_path) -> None:
@@ -539,7 +573,7 @@ def test_nothing_to_report_is_one_message(arguments, tmp_path, monkeypatch) -> N
     assert result.exit_code == 2 and "Traceback" not in result.output and not list(tmp_path.iterdir())
 
 
-def test_figures_for_a_paper(made, tmp_path) -> None:
+def test_figures_for_a_paper(made, tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     result = gluefl("report", made, "--figures", tmp_path / "figures")
     assert result.exit_code == 0, result.output
@@ -551,6 +585,7 @@ def test_figures_for_a_paper(made, tmp_path) -> None:
     lines = list(csv.DictReader((tmp_path / "figures" / "accuracy-rounds.csv").open()))
     assert len(lines) == 2 * 3 * 12 and {line["kind"] for line in lines} == {"mean", "seed"}
     before = (tmp_path / "figures" / "staleness.svg").read_bytes()
+    monkeypatch.setattr(plots, "figures", lambda comparison: [f for f in figures(comparison) if f.key == "staleness"])
     plots.write([made], tmp_path / "figures")
     assert (tmp_path / "figures" / "staleness.svg").read_bytes() == before
 
@@ -640,11 +675,11 @@ def test_ctrl_c_ends_the_live_page_as_asked(made) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         address = re.search(r"http://\S+", process.stdout.readline())[0]
         assert "gluefl report" in get(address)
+        process.send_signal(signal.SIGINT)
         try:
-            process.send_signal(signal.SIGINT)
             assert process.wait(timeout=20) == 0 and not process.stderr.read()
         finally:
-            process.kill()  # leaving the block waits for its end
+            process.kill()  # otherwise the end of the block waits for it
 
 
 def test_comparing_nothing_gives_nothing() -> None:

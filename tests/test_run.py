@@ -3,10 +3,12 @@
 import gc
 import hashlib
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +38,7 @@ from gluefl.simulation import engines as engines_module
 from gluefl.simulation.lookahead import LookAhead, Trained
 from gluefl.simulation.round import play
 from gluefl.storage.checkpoint import read_manifest, rounds_in
-from gluefl.storage.journal import SUMMED, Totals, mean_accuracy, read
+from gluefl.storage.journal import SUMMED, Totals, mean_accuracy, read, unreachable
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
 from runs import KILLED_AT, ROUNDS, options, small_run
@@ -102,8 +104,8 @@ def test_the_same_seed_gives_the_same_run_on_disk_or_not(name, undisturbed) -> N
     again = small_run(**STRATEGIES[name])
     assert timeless(again.journal) == lines and again.summary == summary
     assert [line["round"] for line in lines] == list(range(1, ROUNDS + 1))
-    other = small_run(**STRATEGIES[name], seed=2)
-    assert [line["clients"] for line in other.journal] != [line["clients"] for line in lines]
+    other = small_run(**STRATEGIES[name], seed=2, rounds=2)
+    assert [line["clients"] for line in other.journal] != [line["clients"] for line in lines[:2]]
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,7 @@ def test_encoding_every_message_changes_nothing(name, undisturbed, tmp_path) -> 
 # --- killed and resumed -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gluefl", "gluefl, half"])
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize(("name", "number"), [("gluefl", "SIGKILL"), ("gluefl, half", "SIGTERM")])
 def test_a_killed_process_and_a_resumed_one_give_the_same_run(name, number, undisturbed, tmp_path) -> None:
     folder, half = tmp_path / "run", "half" if "half" in name else "float"
     script = Path(__file__).parent / "runs.py"
@@ -543,6 +544,33 @@ def test_a_target_is_compared_with_the_mean_of_enough_evaluations() -> None:
     assert reached_round(lines, 0.25, average=3) == 5
     assert reached_round(lines, 0.7, average=3) is None and reached_round(lines, None, average=1) is None
     assert mean_accuracy(lines, 2) == pytest.approx(0.45) and mean_accuracy(lines[:1], 2) is None
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 8))
+def test_a_target_is_called_unreachable_where_no_accuracy_reaches_it(rounds, every, average) -> None:
+    other = dict.fromkeys((*SUMMED, "invited"), 1) | {"clock_s": None}
+    lines = [
+        other | {"round": r, "accuracy": 1.0 if r % every == 0 or r == rounds else None} for r in range(1, rounds + 1)
+    ]
+    reached = Totals.of(lines, 0.5, average).reached_round is not None
+    problem = unreachable(0.5, rounds, every, average)
+    assert reached == (problem is None) and unreachable(None, rounds, every, average) is None
+    if problem is not None:  # each advice alone is enough
+        proposed = {
+            name: int(n) for name, n in re.findall(r"(rounds|average|every) to at (?:least|most) (\d+)", problem)
+        }
+        assert {"rounds", "average"} <= proposed.keys()
+        assert ("every" in proposed) == (rounds >= average)
+        for name, number in proposed.items():
+            changed = {"rounds": rounds, "every": every, "average": average} | {name: number}
+            assert unreachable(0.5, **changed) is None
+
+
+def test_a_target_that_cannot_be_reached_is_said_before_the_first_round() -> None:
+    with pytest.warns(UserWarning, match="compared with the mean of 3 evaluations, and 4 rounds, evaluated every 2"):
+        small_run(rounds=4, evaluate_every=2, average=3, target=0.9)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        small_run(rounds=4, evaluate_every=2, average=2, target=0.9)
 
 
 def test_a_callback_stops_the_run_and_all_callbacks_see_every_round(tmp_path) -> None:

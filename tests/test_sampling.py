@@ -14,8 +14,6 @@ from gluefl.core.sampling import Group, Pool, Sticky, Uniform, draw, extra_invit
 from gluefl.errors import UsageError
 from gluefl.experiments.theory.planning import sticky_return
 
-SHARES = st.floats(0.01, 1).map(lambda x: round(x, 2))
-
 
 class Scripted:
     """A generator whose choices come from a script: replaying all scripts enumerates what can happen."""

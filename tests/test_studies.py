@@ -109,11 +109,9 @@ def test_choices_go_over_everything_else() -> None:
 
 def test_a_study_from_start_to_end_resumed_and_skipped(tmp_path) -> None:
     study, choice = load("arrivals"), tiny(only=("fedavg-OC-1.0", "gluefl-OC-1.3"), seeds=(1, 2))
-    two = WorkerProcesses(jobs=2)
-    outcome = conduct(study, choice, tmp_path / "out", two)
+    outcome = conduct(study, choice, tmp_path / "out", ThisProcess())
     folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
     assert folders == ["fedavg-OC-1.0-1", "fedavg-OC-1.0-2", "gluefl-OC-1.3-1", "gluefl-OC-1.3-2"]
-    assert not list((tmp_path / "out").rglob("checkpoint")), "a run that is done keeps no checkpoint"
     written = json.loads((tmp_path / "out" / "study.json").read_text())
     assert written == json.loads(json.dumps(outcome.json))
     rows = written["tables"][0]["rows"]
@@ -124,10 +122,13 @@ def test_a_study_from_start_to_end_resumed_and_skipped(tmp_path) -> None:
 
     with pytest.raises(UsageError, match="holds a run already"):
         conduct(study, choice, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "gluefl-OC-1.3-2")  # as if that run had not begun
+    for name in folders[1::2]:  # as if those runs had not begun
+        shutil.rmtree(tmp_path / "out" / name)
     marks = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("summary.json")}
-    again = conduct(study, choice, tmp_path / "out", two, resume=True)
-    assert again.json["tables"] == outcome.json["tables"]
+    again = conduct(study, choice, tmp_path / "out", WorkerProcesses(jobs=2), resume=True)
+    assert again.json["tables"] == outcome.json["tables"], "a worker gives another result"
+    kept = {path.parent.name for path in (tmp_path / "out").rglob("checkpoint")}
+    assert kept == set(folders[::2]), "a run that a worker has done keeps no checkpoint"
     assert all(path.stat().st_mtime_ns == mark for path, mark in marks.items()), "what was done was run again"
     with pytest.raises(GlueFLError, match=r"training\.lr|lr = "):  # another configuration
         other = tiny(only=("fedavg-OC-1.0",), sets=(*choice.sets, "training.lr=0.9"), seeds=(1,))
@@ -137,9 +138,9 @@ def test_a_study_from_start_to_end_resumed_and_skipped(tmp_path) -> None:
 def test_studies_share_the_runs_that_are_the_same(tmp_path) -> None:
     study, choice = load("figure10"), tiny(only=("I-10",), seeds=(1,))
     tmp_path = tmp_path / "studies"  # the first of several studies makes it
-    conduct(study, choice, tmp_path / "figure10", reuse=tmp_path)
+    conduct(study, choice, tmp_path / "figure10", ThisProcess(), reuse=tmp_path)
     shared = tmp_path / "figure10" / "I-10-1"
-    (shared / "checkpoint").mkdir()  # as a single run leaves one
+    assert (shared / "checkpoint").exists()
     other = tiny(only=("none", "REC"), seeds=(1,))
     with pytest.raises(UsageError, match="no such folder"):
         conduct(load("figure11"), other, tmp_path / "figure11", reuse=tmp_path / "nowhere")
@@ -149,7 +150,7 @@ def test_studies_share_the_runs_that_are_the_same(tmp_path) -> None:
         (half / name).write_bytes((shared / name).read_bytes())
     (half / "journal.jsonl").write_bytes(b"")
     (tmp_path / "figure11" / ".half-REC-1").mkdir(parents=True)  # and one of our own
-    outcome = conduct(load("figure11"), other, tmp_path / "figure11", reuse=tmp_path)
+    outcome = conduct(load("figure11"), other, tmp_path / "figure11", ThisProcess(), reuse=tmp_path)
     copied = tmp_path / "figure11" / "REC-1"
     assert (copied / "journal.jsonl").read_bytes() == (shared / "journal.jsonl").read_bytes()  # wall_s and all
     assert not (copied / "checkpoint").exists()

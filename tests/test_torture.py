@@ -28,18 +28,19 @@ import rounds  # noqa: E402
 on_linux = pytest.mark.skipif(not hasattr(os, "fork") or sys.platform != "linux", reason="forks, and mounts disks")
 
 
+@pytest.mark.slow
 @on_linux
 def test_kills_damage_pairs_and_bad_disks(tmp_path) -> None:
     """In a process of its own: it forks."""
-    command = [sys.executable, str(TORTURE), "kills", "damage", "pairs", "disks", "--count", "3"]
+    command = [sys.executable, str(TORTURE), "kills", "damage", "pairs", "disks", "--count", "2"]
     command += ["--work", str(tmp_path / "work"), "--json", str(tmp_path / "counts.json")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads((tmp_path / "counts.json").read_text())
-    assert counts["kills"]["kills"] >= 3 and counts["kills"]["runs"] >= 1
-    assert counts["damage"]["same result"] + counts["damage"].get("refused", 0) == 3
-    assert counts["pairs"]["pairs"] == 3 and counts["disks"]["trials"] >= 6
+    assert counts["kills"]["kills"] >= 2 and counts["kills"]["runs"] >= 1
+    assert counts["damage"].get("same result", 0) + counts["damage"].get("refused", 0) == 2
+    assert counts["pairs"]["pairs"] == 2 and counts["disks"]["trials"] >= 6
 
 
 def test_mutated_messages_are_decoded_or_refused() -> None:

@@ -21,7 +21,8 @@ EXTRAS = "flwr ray matplotlib pandas PIL pyarrow tensorboardX mlflow wandb trans
 SMALL = """
 rounds = 2
 target = 0.5
-population = { name = "glyphs", clients = 40 }
+evaluation = { average = 1 }
+population = { name = "glyphs", clients = 40, test_samples = 62 }
 model = { name = "mlp" }
 strategy = { name = "lean" }
 sampling = { cohort = 5, sticky_size = 10, sticky_cohort = 4 }

@@ -84,10 +84,11 @@ class Loopback:
             self.start(f"node-{node}", "node", str(node))
 
     def answers(self) -> bool:
-        """Whether the SuperLink does."""
+        """Whether the SuperLink does. A command takes seconds, so it is asked only when the port is open."""
         try:
+            socket.create_connection(("127.0.0.1", int(self.environment["PORT"])), timeout=5).close()
             self.counters()
-        except (RuntimeError, ValueError, KeyError):
+        except (OSError, RuntimeError, ValueError, KeyError):
             return False
         return True
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from processes import Case, Ended, Process, cases
+from processes import STRATEGIES, Case, Ended, Process, cases
 from progress import Progress
 
 ROUNDS, EVERY = 9, 2
@@ -110,7 +110,7 @@ def judge(case: Case, folder: Path, resumed: Ended, verified: Ended) -> str:
 def run(work: Path, damages: int, seed: int) -> dict[str, Any]:
     """Every file of killed and of finished runs in turn, every kind of damage."""
     rng, counts, kinds = random.Random(seed), Counter[str](), Counter[str]()  # noqa: S311 - places
-    all_cases = cases(work, ROUNDS, EVERY)
+    all_cases = cases(work, ROUNDS, EVERY, STRATEGIES[:damages])
     folders = [(case, stopped(case, work / f"{case.strategy}-killed")) for case in all_cases]
     folders += [(case, work / f"{case.strategy}-undisturbed") for case in all_cases]
     targets = [

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from damage import EVERY, ROUNDS, stopped
-from processes import Case, Setup, cases
+from processes import STRATEGIES, Case, Setup, cases
 from progress import Progress
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
@@ -141,7 +141,8 @@ class Trials:
 def run(work: Path, disks: int, seed: int) -> dict[str, Any]:
     """Each kind of trial this many times, over the strategies in turn."""
     trials, reason = Trials(work, seed), can_mount()
-    wholes = [(case, stopped(case, work / f"{case.strategy}-killed")) for case in cases(work, ROUNDS, EVERY)]
+    chosen = cases(work, ROUNDS, EVERY, STRATEGIES[:disks])
+    wholes = [(case, stopped(case, work / f"{case.strategy}-killed")) for case in chosen]
     said = Progress("disks", disks)
     for number in range(disks):
         case, whole = wholes[number % len(wholes)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from damage import EVERY, ROUNDS, stopped
-from processes import cases
+from processes import STRATEGIES, cases
 from progress import Progress
 
 LOCKED = "another process is writing"
@@ -20,7 +20,8 @@ LOCKED = "another process is writing"
 def run(work: Path, pairs: int, seed: int) -> dict[str, Any]:
     """Pairs over the strategies in turn."""
     rng, counts = random.Random(seed), Counter[str]()  # noqa: S311 - moments
-    wholes = [(case, stopped(case, work / f"{case.strategy}-killed")) for case in cases(work, ROUNDS, EVERY)]
+    chosen = cases(work, ROUNDS, EVERY, STRATEGIES[:pairs])
+    wholes = [(case, stopped(case, work / f"{case.strategy}-killed")) for case in chosen]
     wrong, said = [], Progress("pairs", pairs)
     for number in range(pairs):
         case, whole = wholes[number % len(wholes)]

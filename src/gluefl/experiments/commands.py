@@ -115,7 +115,8 @@ def show_study(outcome: Outcome, out: Path, as_json: bool, markdown: bool) -> No
 def write_page(out: Path, quiet: bool = False) -> None:
     """Write the page of all runs in a folder and print its path; with `quiet` on standard error."""
     if find([out]):
-        click.echo(f"Report: {page.write([out], out / 'report.html')}", err=quiet)
+        page.write([out], out / "report.html")
+        click.echo(f"Report: {out / 'report.html'}", err=quiet)
 
 
 def parse_seeds(seed: int | None, seeds: str | None) -> list[int]:

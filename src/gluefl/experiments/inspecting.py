@@ -30,13 +30,17 @@ def claims(folders: tuple[Path, ...], markdown: bool) -> None:
 @click.option("--watch", is_flag=True, help="Serve the page on this machine and refresh it during the runs.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8321, show_default=True, help="For --watch; 0: any.")
 def report(folders: tuple[Path, ...], out: Path | None, figures: Path | None, watch: bool, port: int) -> None:
-    """One page of the runs in the given folders: tables, figures, configuration differences."""
-    from gluefl.experiments.report import live, page, plots
+    """The table of the runs in the given folders, and one page: tables, figures, configuration differences."""
+    from gluefl.experiments.console import console
+    from gluefl.experiments.report import live, page, plots, tables
 
     if figures is not None:
         click.echo(f"Figures: {len(plots.write(folders, figures))} files in {figures}")
     if out is not None or (figures is None and not watch):
-        click.echo(f"Report: {page.write(folders, out or Path('report.html'))}")
+        out = out or Path("report.html")
+        for part in tables.tables(page.write(folders, out)):
+            console().print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+        click.echo(f"Report: {out}")
     if watch:
         with live.serving(folders, port) as address:
             click.echo(f"Serving {address} until Ctrl-C")

@@ -1,6 +1,7 @@
 """Progress of a grid on standard error, from the journals of its runs."""
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -38,6 +39,12 @@ class GridProgress:
     def start(self, spec: RunSpec) -> "RunProgress":
         """The display of a run that starts now."""
         return RunProgress(self, spec)
+
+    def warn(self, texts: Iterable[str | None]) -> None:
+        """Print each different warning once."""
+        for text in dict.fromkeys(texts):
+            if text is not None:
+                self.console.print(f"gluefl: warning: {text}", highlight=False, markup=False)
 
     def count(self) -> str:
         """Count a run that has ended: `2 of 8`."""

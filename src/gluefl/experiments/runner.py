@@ -17,6 +17,7 @@ from gluefl.errors import Diverged, Interrupted, UsageError
 from gluefl.experiments.grid import RunSpec, check
 from gluefl.experiments.progress import GridProgress
 from gluefl.experiments.runs import CONFIG, FAILURE, SUMMARY
+from gluefl.storage.journal import unreachable
 from gluefl.watching import Callback
 
 INCOMPLETE = ".half-"  # prefix of the folder of a run that is being copied
@@ -39,6 +40,7 @@ def execute(specs: Sequence[RunSpec], executor: Executor, resume: bool = False, 
     for spec in pending:
         (spec.folder / FAILURE).unlink(missing_ok=True)  # it belongs to another configuration
     with GridProgress(len(specs), len(specs) - len(pending)) as progress:
+        progress.warn(_unreachable(spec) for spec in pending)
         try:
             executor.run(pending, progress)
         except Interrupted as error:
@@ -46,6 +48,11 @@ def execute(specs: Sequence[RunSpec], executor: Executor, resume: bool = False, 
                 raise  # the message names the round and the folder
             done = sum(spec.is_done() for spec in specs)
             raise Interrupted(f"interrupted: {done} of {len(specs)} runs are done. Go on with --resume.") from error
+
+
+def _unreachable(spec: RunSpec) -> str | None:
+    table = spec.config.evaluation
+    return unreachable(spec.config.target, spec.config.rounds, table.every, table.average)
 
 
 def _is_damaged(folder: Path) -> bool:

@@ -17,6 +17,8 @@ def window(summaries: Sequence[Summary]) -> str:
         return "no evaluation yet"
     if evaluations == 1:
         return f"single evaluations, every {rounds} round{'s' if rounds > 1 else ''}"
+    if all(summary["rounds"] < rounds for summary in summaries):
+        return f"mean of all evaluations, at most {evaluations}"
     return f"mean of the last {evaluations} evaluations, {rounds} rounds"
 
 

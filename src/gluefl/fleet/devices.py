@@ -109,10 +109,6 @@ class Fleet:
         """The next moment at which `is_online` may differ; `clock_s` itself if it never does."""
         return self._availability.next_change_s(clock_s)
 
-    def online_until(self, client: int, clock_s: float) -> float:
-        """When the client next goes offline, `inf` if not within two weeks; `clock_s` if it is offline."""
-        return self._availability.online_until(client, clock_s, math.inf)
-
     def trip(self, client: int, clock_s: float, down_bytes: int, up_bytes: int, samples: int) -> Trip:
         """Download, train, upload; a client that goes offline or fails before the end is lost at that moment."""
         durations = self._durations(self._speeds_of(client), down_bytes, up_bytes, samples)

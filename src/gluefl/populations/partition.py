@@ -57,13 +57,6 @@ def quantity(samples: int, clients: int, alpha: float, rng: np.random.Generator,
     return [np.sort(part) for part in np.split(rng.permutation(samples), np.cumsum(sizes)[:-1])]
 
 
-def by_id(ids: NDArray[Any]) -> tuple[NDArray[Any], list[Rows]]:
-    """Natural clients: the distinct ids in order, and the rows of each."""
-    names, owners = np.unique(ids, return_inverse=True)
-    order = np.argsort(owners, kind="stable")
-    return names, np.split(order, np.cumsum(np.bincount(owners))[:-1]) if len(names) else []
-
-
 def thinned(labels: NDArray[Any], classes: int, alpha: float, keep: float, rng: np.random.Generator) -> Rows:
     """Label skew on top of natural clients: a client keeps a share of its own samples, drawn without
     replacement with Dirichlet(alpha) weights on the labels. Nothing moves between clients."""

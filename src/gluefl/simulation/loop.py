@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from gluefl.simulation.parts import Simulation
 from gluefl.simulation.process import interruptible, tf32
 from gluefl.simulation.round import Player
 from gluefl.simulation.settings import Evaluation, Options
-from gluefl.storage.journal import Journal, Totals
+from gluefl.storage.journal import Journal, Totals, unreachable
 from gluefl.watching import Watched, watching
 from gluefl.watching.progress import Display
 
@@ -46,7 +47,10 @@ class Loop:
 
     def run(self, play: Player, sim: Simulation, state: State, records: Records, evaluator: Evaluator) -> State:
         """Round after round; what is journaled and checkpointed survives whatever happens then."""
-        device, folder = sim.core.space.device, records.folder
+        device, folder, evaluation = sim.core.space.device, records.folder, self.evaluation
+        problem = unreachable(evaluation.target, self.rounds, evaluation.every, evaluation.average)
+        if problem is not None and self.options.description is None:  # for a configuration the command has said it
+            warnings.warn(problem, stacklevel=3)
         callbacks = (Display(self.options.progress), *self.options.callbacks)
         with (
             interruptible() as interrupted,
@@ -58,7 +62,7 @@ class Loop:
                 began = time.perf_counter()
                 state, played = play(sim, state)
                 line = played.line
-                if state.round % self.evaluation.every == 0 or state.round == self.rounds:
+                if state.round % evaluation.every == 0 or state.round == self.rounds:
                     line |= _evaluated(evaluator, state, device)
                 line["wall_s"] = time.perf_counter() - began
                 records.journal.append(line)

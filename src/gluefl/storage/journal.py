@@ -209,6 +209,20 @@ class Totals:
         }
 
 
+def unreachable(target: float | None, rounds: int, every: int, average: int) -> str | None:
+    """Why no run of so many rounds can reach a target, and what to change; None if one can."""
+    evaluations = -(-rounds // every)  # the last round is always evaluated
+    if target is None or rounds == 0 or evaluations >= average:
+        return None
+    changes = [f"rounds to at least {every * average}", f"evaluation.average to at most {evaluations}"]
+    changes += [f"evaluation.every to at most {rounds // average}"] if rounds >= average else []
+    return (
+        f"no run can reach the target {target:g}: it is compared with the mean of {average} evaluations, and "
+        f"{rounds} rounds, evaluated every {every}, have {evaluations}. "
+        f"Set {', '.join(changes[:-1])} or {changes[-1]}."
+    )
+
+
 def perplexity(loss: float | None) -> float | None:
     """e^loss, for text."""
     return None if loss is None else math.exp(min(loss, 700.0))

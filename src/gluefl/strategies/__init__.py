@@ -59,11 +59,6 @@ class Space:
         return sum(statistic.size for statistic in self.statistics)
 
     @cached_property
-    def weights_segments(self) -> Segments:
-        """The tensors of the weights."""
-        return Segments(self.tensors, self.device)
-
-    @cached_property
     def statistics_segments(self) -> Segments:
         """The tensors of the statistics."""
         return Segments(tuple(statistic.size for statistic in self.statistics), self.device)

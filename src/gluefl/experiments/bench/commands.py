@@ -72,6 +72,20 @@ def bench_profile(rounds: int, cores: int, network: str, as_json: bool, **work: 
     _show(measure(Work(**work), rounds, cores, network), as_json)
 
 
+@bench.command("timeline")
+@click.option("--rounds", type=MANY, default=2, show_default=True)
+@over_commitment(default=1.3)
+@click.option("--network", type=click.Choice(["edge", "5g", "cloud", "instant"]), default="instant", show_default=True)
+@of_a_round
+def bench_timeline(rounds: int, cores: int, network: str, as_json: bool, **work: Any) -> None:
+    """When each part of a round began and ended, on the host and on a GPU, without a profiler."""
+    from gluefl.experiments.bench.round import Work
+    from gluefl.experiments.bench.timeline import lines, measure
+
+    played = measure(Work(**work), rounds, cores, network)
+    click.echo(json.dumps({"rounds": played}) if as_json else "\n".join(lines(played)))
+
+
 @bench.command("models")
 @click.option("--rounds", type=ROUNDS, default=5, show_default=True)
 @click.option("--cores", type=MANY, default=1, show_default=True, help="CPU cores to use.")

@@ -41,14 +41,14 @@ class Section:
     score: Score
 
 
-def write(folders: Sequence[Path], out: Path) -> Path:
-    """Read the given folders and write their page."""
+def write(folders: Sequence[Path], out: Path) -> list[Comparison]:
+    """Read the given folders and write their page; returns the comparisons that it shows."""
     comparisons = read(folders)
     if not comparisons:
         raise UsageError(f"there is no run in {', '.join(map(str, folders))}: a run folder holds a journal.jsonl.")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_file(out, render(comparisons))
-    return out
+    return comparisons
 
 
 def render(comparisons: Sequence[Comparison], version: str = "") -> str:
