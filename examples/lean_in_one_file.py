@@ -159,7 +159,7 @@ DEFAULTS = {
     "step": 0.5,  # a tensor's first step, in standard deviations of its initial weights
     "movement": 8.0,  # but at least this many rms of its first update
     "coarsest": 2.0,  # and never above this, in the unit of `step`
-    "step_of_first_update": 2.0,  # of a tensor without spread: its first step, in rms of its first update
+    "step_of_first_update": 8.0,  # of a tensor without spread: its first step, in rms of its first update
     "origin_cells": 4,  # version 0 lies on a grid this many times finer than the first step
     "hysteresis": 0.55,  # in steps: above ½ noise changes less
     "refine_below": 0.0001,  # halve a tensor's step when a smaller share of it changes in a round
@@ -219,7 +219,8 @@ class Lean:
     def aggregate(self, total):
         """Move the latent vector, publish the coordinates that are too far from it, control the rate."""
         self.latent = self.latent + total
-        self.first_steps(total)
+        moves = np.sqrt([F((part**2).mean(dtype=float)) for part in self.split(total)])
+        self.first_steps(moves)
         widths, old = self.spread(self.steps), self.published
         with np.errstate(invalid="ignore"):  # an infinite step: nothing is published
             target = self.origin + np.rint((self.latent - self.origin) / widths) * widths
@@ -228,13 +229,13 @@ class Lean:
         self.published = np.where(changes, target, old)
         self.version += 1
         self.remember(old)
-        self.control(np.array([part.mean() for part in self.split(changes)], F))
+        self.control(np.array([part.mean() for part in self.split(changes)], F), moves)
         share = 1 - min(0.9, (1 + self.version) / (10 + self.version))  # the average is what is evaluated
         self.average = self.average + F(share) * (self.published - self.average)
 
-    def first_steps(self, total):
+    def first_steps(self, moves):
         """The first update shows how fast tensors move: the faster, the coarser. One without spread starts here."""
-        lacks, moves = self.steps == np.inf, np.sqrt([F((part**2).mean(dtype=float)) for part in self.split(total)])
+        lacks = self.steps == np.inf
         if self.version == 0:
             coarse = np.minimum(power_of_two(F(self.p.movement) * moves), self.coarsest)
             self.steps = np.maximum(self.steps, coarse)
@@ -243,14 +244,16 @@ class Lean:
         self.finest = np.where(starts, np.maximum(self.finest, first / 4096), self.finest)
         self.steps = np.where(starts, first, self.steps)
 
-    def control(self, changed):
-        """Halve a step when hardly anything of a tensor changes, double it when much of the model does."""
+    def control(self, changed, moves):
+        """Halve a step when hardly anything of a tensor changes, double it when much of the model does. Without spread
+        it becomes at most as coarse as it would begin today."""
         p, h, has_step = self.p, F(self.p.hysteresis), self.steps < np.inf
         self.shares = np.where(has_step, F(0.9) * self.shares + F(1 - 0.9) * changed, self.shares)
         settled = self.slack <= h
         finer = settled & (self.shares < F(p.refine_below)) & (self.steps / 2 >= self.finest)
         much = (self.shares * self.tensors).sum() / self.d > p.coarsen_above
-        coarser = settled & much & (self.shares > F(p.coarsen_above)) & (self.steps * 2 <= self.coarsest)
+        coarsest = np.where(self.coarsest > 0, self.coarsest, power_of_two(F(p.step_of_first_update) * moves))
+        coarser = settled & much & (self.shares > F(p.coarsen_above)) & (self.steps * 2 <= coarsest)
         factor = np.where(finer, F(0.5), np.where(coarser, F(2), F(1)))
         self.steps, self.shares = self.steps * factor, self.shares / factor
         # What a finer grid changes is published over 20 rounds: the slack starts at 2h and falls to h.

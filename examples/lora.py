@@ -166,7 +166,7 @@ def federate(name: str, model: nn.Module, roles: Roles, strategy, sampler, lr: f
     result = train(
         Logits(model), roles, strategy, sampler=sampler, rounds=options.rounds,
         setting=Setting(
-            training=LocalAdam(steps=options.steps, batch=options.batch, lr=lr), loss=token_loss, initial="known",
+            seed=options.seed, training=LocalAdam(steps=options.steps, batch=options.batch, lr=lr), loss=token_loss, initial="known",
             averaging=Averaging(0.9), evaluation=Evaluation(every=options.every, metric=right_tokens, batch=64),
         ),
     )  # fmt: skip
@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="1: lean; 2: and FedAvg; 3: and full fine-tuning")
     for name, default in {
         "rounds": 20, "cohort": 20, "steps": 5, "batch": 8, "window": 64, "rank": 8, "every": 2, "central-steps": 600,
+        "seed": 1,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=0.005, help="of adapters; a fifth of it for full fine-tuning")
@@ -228,9 +229,7 @@ def main() -> None:
     full = {name: tensor.clone() for name, tensor in model.state_dict().items()} if options.runs > 2 else {}
     print(f"{sum(p.numel() for p in model.parameters()):,} weights, {roles.clients} clients", file=sys.stderr)
     adapted = with_adapters(model, options.rank)
-    # The factor that starts at zero moves by noise as much as by learning: a wide hysteresis follows less of it.
-    lean = Lean(step_of_first_update=4.0, hysteresis=1.0)
-    runs = [federate("lean, adapters", adapted, roles, lean, sticky, options.lr, options)]
+    runs = [federate("lean, adapters", adapted, roles, Lean(), sticky, options.lr, options)]
     if options.runs > 1:
         runs.append(federate("FedAvg, adapters, float32", adapted, roles, FedAvg(), uniform, options.lr, options))
     if options.runs > 2:

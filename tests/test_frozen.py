@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gluefl import FedAvg, GlueFL, Lean, LocalSGD, Options, Setting, Uniform, load, train
+from gluefl import BestModel, Evaluation, FedAvg, GlueFL, Lean, LocalSGD, Options, Setting, Uniform, load, train
 from gluefl.errors import UsageError
 from gluefl.vectors.frozen import copied, frozen_digest
 from stubs import Blobs, mlp
@@ -33,7 +33,7 @@ class Adapted(nn.Module):
 
 
 def run(model: nn.Module, strategy=None, rounds: int = 4, **options):
-    setting = Setting(training=LocalSGD(3, batch=8, lr=0.05))
+    setting = Setting(training=LocalSGD(3, batch=8, lr=0.05), evaluation=Evaluation(every=1))
     return train(
         model, POPULATION, strategy or FedAvg(), sampler=Uniform(5), rounds=rounds, setting=setting,
         options=Options(**options),
@@ -89,6 +89,24 @@ def test_a_run_leaves_the_frozen_part_out_and_loads_with_the_same_base(tmp_path)
     setting = Setting(initial_weights=tmp_path / "run" / "model.safetensors")
     again = train(Adapted(), POPULATION, FedAvg(), sampler=Uniform(5), rounds=0, setting=setting)
     assert torch.equal(again.predict(inputs), result.predict(inputs))
+
+
+@pytest.mark.parametrize("save_frozen", [False, True])
+def test_the_best_model_leaves_the_frozen_part_out_as_the_last_one_does(save_frozen, tmp_path, monkeypatch) -> None:
+    digests = []
+    counted = lambda module: digests.append(1) or frozen_digest(module)
+    monkeypatch.setattr("gluefl.simulation.run.frozen_digest", counted)
+    run(Adapted(), out=tmp_path / "run", rounds=8, callbacks=[BestModel()], save_frozen=save_frozen)
+    kept = load_file(tmp_path / "run" / "best.safetensors")
+    assert kept.keys() == load_file(tmp_path / "run" / "model.safetensors").keys()
+    assert ("base.weight" in kept) == save_frozen and {"up.weight", "table"} <= kept.keys()
+    assert len(digests) == (not save_frozen)  # once in a run: to read a large base takes seconds
+    loaded = load(tmp_path / "run", model=Adapted(), population=POPULATION, best=True)
+    assert torch.equal(loaded.module.up.weight, kept["up.weight"]) and loaded.summary["best"]["round"] >= 1
+    assert torch.equal(loaded.module.base.weight, Adapted().base.weight)
+    if not save_frozen:
+        with pytest.raises(UsageError, match=r"without its frozen part.*The frozen part of this one differs"):
+            load(tmp_path / "run", model=Adapted(seed=1), population=POPULATION, best=True)
 
 
 def test_a_run_saves_everything_if_asked_to(tmp_path) -> None:

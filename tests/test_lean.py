@@ -473,6 +473,22 @@ def test_a_tensor_without_spread_takes_its_step_from_its_first_update_also_later
     assert (state.latent - state.published)[50:].abs().max() <= first / 2
 
 
+@pytest.mark.parametrize("growth", [1.0, 64.0])
+def test_a_tensor_without_spread_becomes_as_coarse_as_it_would_begin_today(growth) -> None:
+    """Its first update may be small, at a learning rate that rises: its step follows, and never beyond its updates."""
+    strategy, space, generator = Lean(), Space((4000,)), torch.Generator().manual_seed(1)
+    state, _ = strategy.init(space, torch.zeros(4000))
+    state, _ = strategy.aggregate(state, 0.01 * torch.randn(4000, generator=generator), 1)
+    first, changed = float(state.steps[0]), []
+    for round in range(2, 60):
+        state, update = strategy.aggregate(state, 0.01 * growth * torch.randn(4000, generator=generator), round)
+        changed.append(update.density)
+        assert (state.latent - state.published).abs().max() <= strategy.hysteresis * float(state.steps[0]) + 1e-6
+    assert first == 2.0**-4 and state.steps[0] == first * growth
+    assert changed[0] > 0.9 or growth == 1
+    assert changed[-1] < 0.15
+
+
 def test_a_refined_tensor_is_published_over_several_rounds() -> None:
     strategy, space, generator = (
         Lean(movement=0.01, refine_below=0.01, hysteresis=0.5),

@@ -79,9 +79,9 @@ class RunFolder:
         notes = {"config": self.description, "fingerprint": self.identity.as_json()}
         checkpoint.save(self.path / CHECKPOINT, state, self.stores, notes, self.keep, self.log)
 
-    def finish(self, model: dict[str, Tensor], summary: Mapping[str, Any], notes: dict[str, str]) -> None:
+    def finish(self, model: dict[str, Tensor], summary: Mapping[str, Any], notes: Mapping[str, str]) -> None:
         """Write what a run leaves at its end. The summary comes last: it says that the run is done."""
-        write_result(self.path, self.description, to_bytes(model, metadata=notes or None), summary)
+        write_result(self.path, self.description, to_bytes(model, metadata=dict(notes) or None), summary)
 
     def _check_usable(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():

@@ -3,10 +3,10 @@
 import hashlib
 import tomllib
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def train(
         summary = _summary(sim, totals) | {"stopped": "; ".join(watched.reasons) or None} | _measured(evaluator, state)
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
-        _end(sim, state, module, folder, summary, options.save_frozen)
+        _end(sim, state, module, folder, summary, _left_out(module, options), watched.notes)
     return Result(module.cpu().eval(), journal, summary, population, evaluation.metric, description)
 
 
@@ -115,13 +115,13 @@ def _end(
     module: nn.Module,
     folder: RunFolder | None,
     summary: dict[str, Any],
-    save_frozen: bool,
+    left_out: Collection[str],
+    notes: Callable[[], Mapping[str, str]],
 ) -> None:
     """Fill the module with the result, and write it if the run has a folder."""
-    left_out = {} if save_frozen else frozen_parameters(module)
     named = sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
     if folder is not None:
-        folder.finish(named, summary, _notes(module, left_out))
+        folder.finish(named, summary, notes())
 
 
 def _default_sampler(strategy: Strategy, clients: int) -> Sampler:
@@ -210,7 +210,7 @@ def _watched(
     journal: Journal,
 ) -> Watched:
     """The run as its callbacks see it."""
-    folder, left_out = options.folder, {} if options.save_frozen else frozen_parameters(module)
+    folder, left_out = options.folder, _left_out(module, options)
     return Watched(
         name=name_of(sim.core.strategy) if folder is None else folder.resolve().name,
         rounds=rounds,
@@ -219,7 +219,7 @@ def _watched(
         configuration=tomllib.loads(description),
         played=journal.stored,
         tensors=partial(_tensors, sim, module, left_out),
-        notes=lambda: _notes(module, left_out),
+        notes=cache(lambda: _notes(module, left_out)),  # the digest of a large base takes seconds
     )
 
 
@@ -227,6 +227,11 @@ def _tensors(sim: Simulation, module: nn.Module, left_out: Collection[str], stat
     """The model of a state under the names of the module, between two rounds."""
     with on_side_stream(sim.core.space.device, "evaluation"):
         return sim.core.layout.state_dict(module, *state.model, leave_out=left_out)
+
+
+def _left_out(module: nn.Module, options: Options) -> Collection[str]:
+    """The names of what the files of a run leave out."""
+    return () if options.save_frozen else frozen_parameters(module)
 
 
 def _notes(module: nn.Module, left_out: Collection[str]) -> dict[str, str]:

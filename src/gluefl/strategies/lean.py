@@ -47,7 +47,7 @@ class LeanState:
     origin: Tensor  # version 0
     steps: Tensor  # Δ
     finest: Tensor  # the smallest step
-    coarsest: Tensor  # the largest
+    coarsest: Tensor  # the largest; 0 of a tensor without spread, which it takes from how far it moves
     slack: Tensor  # in steps: how far the latent value may be from the published one
     shares: Tensor  # of the coordinates that change in a round, smoothed
     updates: int = 0  # so far
@@ -61,7 +61,7 @@ class Lean:
     step: Positive = 0.5  # s: a tensor's first step, in standard deviations of its initial weights
     movement: Positive = 8.0  # but at least this many rms of its first update: the faster it moves the coarser
     coarsest: Positive = 2.0  # and never above this, in the unit of `step`
-    step_of_first_update: Positive = 2.0  # of a tensor without spread: its first step, in rms of its first update
+    step_of_first_update: Positive = 8.0  # of a tensor without spread: its first step, in rms of its first update
     step_of_statistics: Positive = 0.0625  # of a mean: its step, in rms of its first update
     origin_cells: Count = 4  # version 0 lies on a grid this many times finer than the first step
     hysteresis: Annotated[Positive, Field(ge=0.5)] = 0.55  # h, in steps: above ½ noise changes less
@@ -172,7 +172,8 @@ class Lean:
         space, segments, old = state.space, state.space.segments_of_all, state.published
         # A statistic is measured anew in every round: what its rounding left out is not carried over.
         latent = torch.cat([state.latent[: space.size], old[space.size :]]) + total
-        steps, finest = self._first_steps(state, total)
+        moves = segments.means(total.square()).sqrt()
+        steps, finest = self._first_steps(state, moves)
         widths = segments.spread(steps)
         target, distance = grid.nearest(latent, state.origin, widths), (latent - old).abs() / widths
         target, distance = _with_variances(space, latent, old, target, distance)
@@ -181,14 +182,12 @@ class Lean:
         updates = state.updates + 1
         state = replace(state, latent=latent, published=published, steps=steps, finest=finest, updates=updates)
         update = _exact_change(state, old, Mask(changes))
-        return self._controlled(state, segments.means(changes)), update
+        return self._controlled(state, segments.means(changes), moves), update
 
-    def _first_steps(self, state: LeanState, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps, and the smallest ones. A tensor that has none takes it from how far it moves in its first update; in
-        the first of all updates the others become as coarse as their movement asks for."""
-        space, lacks = state.space, state.steps == NEVER
-        factors = torch.tensor(self._factors(space), device=total.device)
-        moves = space.segments_of_all.means(total.square()).sqrt()
+    def _first_steps(self, state: LeanState, moves: Tensor) -> tuple[Tensor, Tensor]:
+        """Steps, and the smallest ones, from the rms of an update by tensor. A tensor that has no step takes it from
+        its first update; in the first of all updates the others become as coarse as their movement asks for."""
+        lacks, factors = state.steps == NEVER, torch.tensor(self._factors(state.space), device=moves.device)
         if state.updates == 0:
             coarse = grid.power_of_two(self.movement * moves).minimum(state.coarsest)
             state = replace(state, steps=state.steps.maximum(coarse))
@@ -202,9 +201,10 @@ class Lean:
         of_statistics = [self.step_of_statistics if one.kind == "mean" else 0.0 for one in space.statistics]
         return [self.step_of_first_update] * len(space.tensors) + of_statistics
 
-    def _controlled(self, state: LeanState, changed: Tensor) -> LeanState:
+    def _controlled(self, state: LeanState, changed: Tensor, moves: Tensor) -> LeanState:
         """Rate control: steps follow the share of coordinates that changed. A refined tensor is published over
-        several rounds, so that no round is flooded."""
+        several rounds, so that no round is flooded. A tensor without spread becomes at most as coarse as it would
+        begin today: its first update may have been small, for instance at a learning rate that rises."""
         weights, has_step = _weights(state.space), state.steps < NEVER
         shares = torch.where(has_step, SMOOTHING * state.shares + (1 - SMOOTHING) * changed, state.shares)
         sizes = torch.tensor(state.space.tensors, device=shares.device)
@@ -212,7 +212,8 @@ class Lean:
         settled = weights & (state.slack <= self.hysteresis)
         finer = settled & (shares < self.refine_below) & (state.steps / 2 >= state.finest)
         large = changed_of_all > self.coarsen_above
-        coarser = settled & large & (shares > self.coarsen_above) & (state.steps * 2 <= state.coarsest)
+        coarsest = torch.where(state.coarsest > 0, state.coarsest, grid.power_of_two(self.step_of_first_update * moves))
+        coarser = settled & large & (shares > self.coarsen_above) & (state.steps * 2 <= coarsest)
         slack = (state.slack - self.hysteresis / PENDING_ROUNDS).maximum(torch.full_like(shares, self.hysteresis))
         factor = torch.where(finer, 0.5, torch.where(coarser, 2.0, 1.0))
         return replace(
