@@ -1,5 +1,6 @@
 """The clients' memories: the same from RAM and from disk, after a crash."""
 
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gluefl.clients.residuals import Residuals
+from gluefl.clients.residuals import Residuals, index
 from gluefl.clients.residuals import file as record_file
 from gluefl.errors import Damaged
 from stubs import dyadic
@@ -111,7 +112,8 @@ def test_between_checkpoints_the_file_grows_no_longer_than_once_around(tmp_path)
     store.flush()
     (file,) = tmp_path.iterdir()
     assert file.stat().st_size <= 5 * store.record_bytes
-    store.checkpoint()
+    saved = store.checkpoint()
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, saved["index"]["name"]}
     for version in range(20):
         for client in range(5):
             store[client] = vector(client, version)
@@ -179,6 +181,57 @@ def test_places_are_used_again_when_no_checkpoint_needs_them(tmp_path, memory, k
     again = Residuals(SIZE, tmp_path, memory)
     again.restore(saved)
     assert all(torch.equal(again.get(client), vector(client, version)) for client in range(2))
+
+
+def test_a_checkpoint_of_the_index_appends_only_what_changed(tmp_path) -> None:
+    store = Residuals(SIZE, tmp_path)
+    assert store.checkpoint()["index"] is None and not list(tmp_path.iterdir())
+    for client in range(3000):
+        store[client] = vector(client)
+    saved = [store.checkpoint()]
+    for version in range(1, 5):
+        for client in range(7):
+            store[client] = vector(client, version)
+        saved.append(store.checkpoint())
+    sizes = [one["index"]["bytes"] for one in saved]
+    assert sizes == [index.ENTRY.itemsize * (3000 + 7 * step) for step in range(5)]
+    assert len({one["index"]["name"] for one in saved}) == 1 and saved[-1]["records"] == 3000
+    assert len(json.dumps(saved[-1])) < 300  # in the manifest
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_an_index_grows_with_the_clients_and_not_with_the_checkpoints(tmp_path, keep) -> None:
+    store, kept = Residuals(SIZE, tmp_path, keep=keep), list[dict]()
+    for version in range(400):
+        for client in range(7):
+            store[client] = vector(client, version)
+        kept = [*kept, store.checkpoint()][-keep:]
+        assert kept[-1]["index"]["bytes"] <= index.ENTRY.itemsize * (2 * 7 + index.SPARE)
+        for saved in kept:  # also while a new file is begun
+            assert len(index.read_index(tmp_path, saved["index"])) == 7
+        assert len(list(tmp_path.glob("*.index"))) <= keep + 1
+    assert int(kept[-1]["index"]["name"].removeprefix("residuals-").removesuffix(".index")) > 2
+    again = Residuals(SIZE, tmp_path, keep=keep)
+    again.restore(kept[-1], kept[:-1])
+    assert all(torch.equal(again.get(client), vector(client, version)) for client in range(7))
+
+
+def test_a_damaged_index_is_an_error_that_says_so(tmp_path) -> None:
+    store = Residuals(SIZE, tmp_path)
+    store[1], store[2] = vector(1), vector(2)
+    saved = store.checkpoint()
+    path = tmp_path / saved["index"]["name"]
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(Damaged, match=r"residuals-1.index is damaged: its checksum differs"):
+            Residuals(SIZE, tmp_path).check(saved)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(Damaged, match="39 bytes, 40 were written"):
+        Residuals(SIZE, tmp_path).check(saved)
+    path.unlink()
+    with pytest.raises(Damaged, match="is missing"):
+        Residuals(SIZE, tmp_path).check(saved)
 
 
 def test_a_file_that_is_too_short_is_an_error_that_says_so(tmp_path) -> None:

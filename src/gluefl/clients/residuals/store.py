@@ -38,6 +38,7 @@ class Residuals:
         self._on_device, self._in_ram = DeviceTier(), HostTier(size)
         self._file = RecordFile(self.folder, size, torch.float16 if half else torch.float32, keep)
         self._unsaved: set[int] = set()  # clients whose record in the file is outdated or missing
+        self._round, self._used = 0, dict[int, int]()  # the round in which each vector was stored, oldest first
 
     @property
     def record_bytes(self) -> int:
@@ -45,10 +46,10 @@ class Residuals:
         return self._file.record_bytes
 
     def __contains__(self, client: int) -> bool:
-        return client in self._on_device.held or client in self._in_ram.held or client in self._file.offsets
+        return client in self._on_device.held or client in self._in_ram.held or client in self._file.places
 
     def __len__(self) -> int:
-        return len(self._on_device.held.keys() | self._in_ram.held.keys() | self._file.offsets.keys())
+        return len(self._on_device.held.keys() | self._in_ram.held.keys() | self._file.places.keys())
 
     def get(self, client: int, device: torch.device | str = "cpu") -> Tensor | None:
         """A client's vector, None if it has none. It must not be written to."""
@@ -76,6 +77,8 @@ class Residuals:
             self._on_device.held.pop(client, None)
             self._in_ram.put(client, Scaled(scale, vector))
         self._unsaved.add(client)
+        self._used.pop(client, None)  # so that it comes last
+        self._used[client] = self._round
         self._spill()
 
     def checkpoint(self) -> dict[str, Any]:
@@ -85,7 +88,7 @@ class Residuals:
             tier = self._on_device if client in self._on_device.held else self._in_ram
             self._file.write(client, tier.held[client], self._in_ram.last_copy)
         self._unsaved.clear()
-        return self._file.checkpoint()
+        return self._file.checkpoint(self._used)
 
     def check(self, saved: dict[str, Any]) -> None:
         """Raise `Damaged` unless everything that a checkpoint names is in the file as it was written."""
@@ -98,7 +101,8 @@ class Residuals:
         self._on_device.held.clear()
         self._in_ram.clear()
         self._unsaved.clear()
-        self._file.restore(saved, older)
+        used = self._file.restore(saved, older)
+        self._used = dict(sorted(used.items(), key=lambda item: item[1]))
 
     def flush(self) -> None:
         """Wait until every write is done; raises the error of one that failed."""
