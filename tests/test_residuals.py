@@ -263,6 +263,69 @@ def test_half_precision_of_nothing_is_nothing() -> None:
     assert torch.equal(store.get(0), torch.zeros(SIZE))
 
 
+# --- what is not used for long is forgotten ---------------------------------------------------------------
+
+ROUNDS = st.lists(st.sets(st.integers(0, 6), max_size=3) | st.sampled_from(["checkpoint", "crash"]), max_size=40)
+
+
+@given(ROUNDS, st.integers(1, 4), st.integers(0, 3), st.integers(1, 2))
+def test_a_vector_is_forgotten_after_so_many_rounds_without_use(rounds, forget_after, in_memory, keep) -> None:
+    """Also over crashes: the rounds of the vectors are those of the checkpoint."""
+
+    def new_store(folder) -> Residuals:
+        return Residuals(SIZE, folder, in_memory * (8 + 4 * SIZE), keep=keep, forget_after=forget_after)
+
+    with tempfile.TemporaryDirectory() as name:
+        store, round = new_store(Path(name)), 0
+        used = dict[int, int]()
+        checkpoints = [(store.checkpoint(), round, used)]
+        for step in rounds:
+            if step == "checkpoint":
+                checkpoints = [*checkpoints, (store.checkpoint(), round, dict(used))][-keep:]
+            elif step == "crash":
+                store.close()
+                store, (saved, round, used) = new_store(Path(name)), checkpoints[-1]
+                used = dict(used)
+                store.check(saved)
+                store.restore(saved, [one for one, _, _ in checkpoints[:-1]])
+            else:
+                round += 1
+                due = {client for client, last in used.items() if round - last > forget_after}
+                assert store.begin(round) == len(due)
+                used = {client: last for client, last in used.items() if client not in due}
+                for client in step:
+                    store[client] = vector(client, round)
+                    used[client] = round
+            assert len(store) == len(used) and {client for client in range(7) if client in store} == used.keys()
+            assert all(torch.equal(store.get(client), vector(client, last)) for client, last in used.items())
+        store.close()
+
+
+@pytest.mark.parametrize("memory", [0, 10**6])
+def test_a_file_of_a_forgetful_store_does_not_grow_with_the_clients_ever_used(tmp_path, memory) -> None:
+    sizes = {}
+    for forget_after in (None, 3):
+        folder = tmp_path / str(forget_after)
+        store = Residuals(SIZE, folder, memory, forget_after=forget_after)
+        for round in range(1, 101):
+            store.begin(round)
+            for client in range(5):
+                store[5 * round + client] = vector(client, round)  # no client is used twice
+            if round % 10 == 0:
+                saved = store.checkpoint()
+        sizes[forget_after] = (folder / record_file.NAME).stat().st_size // store.record_bytes
+        assert len(store) == saved["records"] == (500 if forget_after is None else 20)
+    assert sizes[None] == 500
+    # 20 of each of two checkpoints, 20 in use
+    assert sizes[3] <= 3 * 20
+
+
+def test_nothing_is_forgotten_unless_it_is_asked_for() -> None:
+    store = Residuals(SIZE)
+    store[1] = vector(1)
+    assert store.begin(10**6) is None and 1 in store
+
+
 @pytest.mark.gpu
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=40), st.integers(0, 3), st.integers(0, 3))
 def test_a_store_is_a_map_over_gpu_ram_and_disk(steps, on_device, in_memory) -> None:

@@ -31,7 +31,9 @@ class Residuals:
         half: bool = False,
         device_bytes: int = 0,
         keep: int = KEPT,
+        forget_after: int | None = None,
     ):
+        self.forget_after = forget_after  # rounds without use
         self.size, self.memory_bytes, self.half, self.device_bytes = size, memory_bytes, half, device_bytes
         self._temporary = tempfile.TemporaryDirectory(prefix="gluefl-residuals-") if folder is None else None
         self.folder = Path(self._temporary.name) if self._temporary else Path(folder or ".")
@@ -81,6 +83,21 @@ class Residuals:
         self._used[client] = self._round
         self._spill()
 
+    def begin(self, round: int) -> int | None:
+        """A round begins: vectors that were not stored in the last `forget_after` rounds are forgotten, in memory and
+        in the file. Returns how many, None if nothing is ever forgotten.
+
+        >>> Residuals(size, forget_after=10).begin(12)  # forgets what was last stored in round 1
+        """
+        self._round = round
+        if self.forget_after is None:
+            return None
+        count = 0
+        while self._used and round - next(iter(self._used.values())) > self.forget_after:
+            self._forget(next(iter(self._used)))
+            count += 1
+        return count
+
     def checkpoint(self) -> dict[str, Any]:
         """Write everything to the file and say where it lies, as JSON can hold it. Vectors on a GPU are copied on
         another stream: they must have been computed when this is called."""
@@ -111,6 +128,14 @@ class Residuals:
     def close(self) -> None:
         """Wait for the writes in progress, also after a failure."""
         self._file.close()
+
+    def _forget(self, client: int) -> None:
+        del self._used[client]
+        self._unsaved.discard(client)
+        self._on_device.held.pop(client, None)
+        if client in self._in_ram.held:
+            self._in_ram.release(self._in_ram.pop(client))
+        self._file.forget(client)
 
     def _spill(self) -> None:
         on_device, in_ram = self._on_device.held, self._in_ram.held
