@@ -31,6 +31,7 @@ SETTING = (
     "arrivals",
     "hooks",
     "initial",
+    "forget_residuals_after",
 )
 CARRIED_OUT = ("out", "resume", "callbacks", "engine", "progress")
 

@@ -112,7 +112,7 @@ def test_a_checkpoint_of_another_version_is_refused(name, version, tmp_path) -> 
     checkpoint.save(tmp_path, state, {"residuals": f.residuals})
     saved, _ = unseal((tmp_path / "state-1.json").read_bytes())
     (tmp_path / name).write_bytes(seal(saved | {"version": version}))
-    with pytest.raises(GlueFLError, match=f"format {version}, this version of gluefl reads format 5"):
+    with pytest.raises(GlueFLError, match=f"format {version}, this version of gluefl reads format 6"):
         checkpoint.find(tmp_path)
 
 
@@ -199,5 +199,5 @@ def test_a_run_of_an_older_version_is_refused_by_its_format_and_not_by_its_keys(
     folder.mkdir()
     (folder / "state.json").write_text(json.dumps({"version": 3, "tensors": "state-3.safetensors"}))
     config.write_text(config.read_text().replace('initial = "download"\n', ""))
-    with pytest.raises(GlueFLError, match="checkpoint of format 3, this version of gluefl reads format 5"):
+    with pytest.raises(GlueFLError, match="checkpoint of format 3, this version of gluefl reads format 6"):
         small_run(out=tmp_path / "run", resume=True)

@@ -22,6 +22,7 @@ from torch import nn
 
 from gluefl.cli import main
 from gluefl.clients.residuals import Residuals
+from gluefl.clients.residuals.index import read_index
 from gluefl.errors import Damaged, Diverged, GlueFLError, UsageError
 from gluefl.experiments.verify import verify
 from gluefl.storage import checkpoint
@@ -95,6 +96,7 @@ FILES = (
     "checkpoint/state-6.json",
     "checkpoint/state-6.safetensors",
     "checkpoint/residuals.bin",
+    "checkpoint/residuals-1.index",
     "checkpoint/clients-0.bin",
     "journal.jsonl",
     "config.toml",
@@ -142,11 +144,24 @@ def test_the_checkpoint_before_is_used_and_said(name, says, run, whole) -> None:
 
 
 def test_records_of_the_checkpoint_before_stay_until_it_goes(run, whole) -> None:
-    saved = {round: checkpoint.read_manifest(run / "checkpoint", round)["stores"]["residuals"] for round in (3, 6)}
-    newer = sorted(set(saved[6]["offsets"].values()) - set(saved[3]["offsets"].values()))
-    flip(run / "checkpoint" / "residuals.bin", 8 * newer[0] + 77)
+    folder = run / "checkpoint"
+    saved = {round: checkpoint.read_manifest(folder, round)["stores"]["residuals"] for round in (3, 6)}
+    places = {round: set(read_index(folder, one["index"])["place"].tolist()) for round, one in saved.items()}
+    flip(folder / "residuals.bin", 8 * saved[6]["record_bytes"] * min(places[6] - places[3]) + 77)
     (told,) = resumed(run)
     assert "goes back to its checkpoint of round 3" in told and "the checksum of the residual of client" in told
+    assert outcome(run) == whole
+
+
+def test_damage_of_the_newer_part_of_the_index_leaves_the_checkpoint_before(run, whole) -> None:
+    path = run / "checkpoint" / "residuals-1.index"
+    flip(path, 8 * path.stat().st_size - 3)  # of an entry that only the checkpoint of round 6 has
+    damaged = [check for check in verify([run]) if check.damage is not None]
+    assert [(check.file, check.damage) for check in damaged] == [
+        ("checkpoint/residuals-1.index", "residuals-1.index is damaged: its checksum differs")
+    ]
+    (told,) = resumed(run)
+    assert "goes back to its checkpoint of round 3" in told and "residuals-1.index is damaged" in told
     assert outcome(run) == whole
 
 

@@ -1,5 +1,6 @@
 """The clients' memories: the same from RAM and from disk, after a crash."""
 
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gluefl.clients.residuals import Residuals
+from gluefl.clients.residuals import Residuals, index
 from gluefl.clients.residuals import file as record_file
 from gluefl.errors import Damaged
 from stubs import dyadic
@@ -111,7 +112,8 @@ def test_between_checkpoints_the_file_grows_no_longer_than_once_around(tmp_path)
     store.flush()
     (file,) = tmp_path.iterdir()
     assert file.stat().st_size <= 5 * store.record_bytes
-    store.checkpoint()
+    saved = store.checkpoint()
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, saved["index"]["name"]}
     for version in range(20):
         for client in range(5):
             store[client] = vector(client, version)
@@ -181,6 +183,57 @@ def test_places_are_used_again_when_no_checkpoint_needs_them(tmp_path, memory, k
     assert all(torch.equal(again.get(client), vector(client, version)) for client in range(2))
 
 
+def test_a_checkpoint_of_the_index_appends_only_what_changed(tmp_path) -> None:
+    store = Residuals(SIZE, tmp_path)
+    assert store.checkpoint()["index"] is None and not list(tmp_path.iterdir())
+    for client in range(3000):
+        store[client] = vector(client)
+    saved = [store.checkpoint()]
+    for version in range(1, 5):
+        for client in range(7):
+            store[client] = vector(client, version)
+        saved.append(store.checkpoint())
+    sizes = [one["index"]["bytes"] for one in saved]
+    assert sizes == [index.ENTRY.itemsize * (3000 + 7 * step) for step in range(5)]
+    assert len({one["index"]["name"] for one in saved}) == 1 and saved[-1]["records"] == 3000
+    assert len(json.dumps(saved[-1])) < 300  # in the manifest
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_an_index_grows_with_the_clients_and_not_with_the_checkpoints(tmp_path, keep) -> None:
+    store, kept = Residuals(SIZE, tmp_path, keep=keep), list[dict]()
+    for version in range(400):
+        for client in range(7):
+            store[client] = vector(client, version)
+        kept = [*kept, store.checkpoint()][-keep:]
+        assert kept[-1]["index"]["bytes"] <= index.ENTRY.itemsize * (2 * 7 + index.SPARE)
+        for saved in kept:  # also while a new file is begun
+            assert len(index.read_index(tmp_path, saved["index"])) == 7
+        assert len(list(tmp_path.glob("*.index"))) <= keep + 1
+    assert int(kept[-1]["index"]["name"].removeprefix("residuals-").removesuffix(".index")) > 2
+    again = Residuals(SIZE, tmp_path, keep=keep)
+    again.restore(kept[-1], kept[:-1])
+    assert all(torch.equal(again.get(client), vector(client, version)) for client in range(7))
+
+
+def test_a_damaged_index_is_an_error_that_says_so(tmp_path) -> None:
+    store = Residuals(SIZE, tmp_path)
+    store[1], store[2] = vector(1), vector(2)
+    saved = store.checkpoint()
+    path = tmp_path / saved["index"]["name"]
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(Damaged, match=r"residuals-1.index is damaged: its checksum differs"):
+            Residuals(SIZE, tmp_path).check(saved)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(Damaged, match="39 bytes, 40 were written"):
+        Residuals(SIZE, tmp_path).check(saved)
+    path.unlink()
+    with pytest.raises(Damaged, match="is missing"):
+        Residuals(SIZE, tmp_path).check(saved)
+
+
 def test_a_file_that_is_too_short_is_an_error_that_says_so(tmp_path) -> None:
     store = Residuals(SIZE, tmp_path)
     store[1] = vector(1)
@@ -208,6 +261,69 @@ def test_half_precision_of_nothing_is_nothing() -> None:
     store = Residuals(SIZE, half=True)
     store[0] = torch.zeros(SIZE)
     assert torch.equal(store.get(0), torch.zeros(SIZE))
+
+
+# --- what is not used for long is forgotten ---------------------------------------------------------------
+
+ROUNDS = st.lists(st.sets(st.integers(0, 6), max_size=3) | st.sampled_from(["checkpoint", "crash"]), max_size=40)
+
+
+@given(ROUNDS, st.integers(1, 4), st.integers(0, 3), st.integers(1, 2))
+def test_a_vector_is_forgotten_after_so_many_rounds_without_use(rounds, forget_after, in_memory, keep) -> None:
+    """Also over crashes: the rounds of the vectors are those of the checkpoint."""
+
+    def new_store(folder) -> Residuals:
+        return Residuals(SIZE, folder, in_memory * (8 + 4 * SIZE), keep=keep, forget_after=forget_after)
+
+    with tempfile.TemporaryDirectory() as name:
+        store, round = new_store(Path(name)), 0
+        used = dict[int, int]()
+        checkpoints = [(store.checkpoint(), round, used)]
+        for step in rounds:
+            if step == "checkpoint":
+                checkpoints = [*checkpoints, (store.checkpoint(), round, dict(used))][-keep:]
+            elif step == "crash":
+                store.close()
+                store, (saved, round, used) = new_store(Path(name)), checkpoints[-1]
+                used = dict(used)
+                store.check(saved)
+                store.restore(saved, [one for one, _, _ in checkpoints[:-1]])
+            else:
+                round += 1
+                due = {client for client, last in used.items() if round - last > forget_after}
+                assert store.begin(round) == len(due)
+                used = {client: last for client, last in used.items() if client not in due}
+                for client in step:
+                    store[client] = vector(client, round)
+                    used[client] = round
+            assert len(store) == len(used) and {client for client in range(7) if client in store} == used.keys()
+            assert all(torch.equal(store.get(client), vector(client, last)) for client, last in used.items())
+        store.close()
+
+
+@pytest.mark.parametrize("memory", [0, 10**6])
+def test_a_file_of_a_forgetful_store_does_not_grow_with_the_clients_ever_used(tmp_path, memory) -> None:
+    sizes = {}
+    for forget_after in (None, 3):
+        folder = tmp_path / str(forget_after)
+        store = Residuals(SIZE, folder, memory, forget_after=forget_after)
+        for round in range(1, 101):
+            store.begin(round)
+            for client in range(5):
+                store[5 * round + client] = vector(client, round)  # no client is used twice
+            if round % 10 == 0:
+                saved = store.checkpoint()
+        sizes[forget_after] = (folder / record_file.NAME).stat().st_size // store.record_bytes
+        assert len(store) == saved["records"] == (500 if forget_after is None else 20)
+    assert sizes[None] == 500
+    # 20 of each of two checkpoints, 20 in use
+    assert sizes[3] <= 3 * 20
+
+
+def test_nothing_is_forgotten_unless_it_is_asked_for() -> None:
+    store = Residuals(SIZE)
+    store[1] = vector(1)
+    assert store.begin(10**6) is None and 1 in store
 
 
 @pytest.mark.gpu

@@ -54,6 +54,7 @@ STRATEGIES = {
     },
     "gluefl": {},
     "gluefl, half": {"options": options(residual_half=True)},
+    "gluefl, forgetful": {"forget_residuals_after": 2},
     "gluefl, tensor": {"strategy": GlueFL(0.3, 0.1, None, "plain", "tensor"), "server": Server(1.0, 0.5)},
 }
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
@@ -223,6 +224,31 @@ def test_a_crashed_run_and_a_resumed_one_give_the_same_run(name, encode, undistu
         small_run(out=tmp_path / "run", callbacks=[crash], **setting)
     small_run(out=tmp_path / "run", resume=True, **setting)
     assert written(tmp_path / "run") == undisturbed(name)
+
+
+def test_a_run_says_how_many_residuals_it_forgot(tmp_path) -> None:
+    plain, forgetful = small_run(), small_run(out=tmp_path / "run", forget_residuals_after=2)
+    assert not any("forgotten_residuals" in line for line in plain.journal)
+    counts = [line["forgotten_residuals"] for line in forgetful.journal]
+    last: dict[int, int] = {}
+    for line, count in zip(forgetful.journal, counts):  # what the journal says of the clients
+        gone = [client for client, round in last.items() if line["round"] - round > 2]
+        last = {client: round for client, round in last.items() if client not in gone}
+        assert len(gone) == count
+        fates = zip(line["clients"]["id"], line["clients"]["fate"])
+        last |= {client: line["round"] for client, fate in fates if fate == "used"}
+    assert sum(counts) == forgetful.summary["forgotten_residuals"] > 0
+    assert plain.journal[-1]["loss"] != forgetful.journal[-1]["loss"]
+    with pytest.raises(UsageError, match="forget_residuals_after = 2"):
+        small_run(out=tmp_path / "run", resume=True, rounds=ROUNDS + 1)
+
+
+def test_residuals_that_are_always_used_in_time_are_as_if_none_were_forgotten() -> None:
+    plain, forgetful = small_run(), small_run(forget_residuals_after=ROUNDS)
+    assert timeless(plain.journal) == [
+        {key: value for key, value in line.items() if key != "forgotten_residuals"}
+        for line in timeless(forgetful.journal)
+    ]
 
 
 @pytest.mark.parametrize("encode", [False, True])

@@ -3,14 +3,15 @@
 import contextlib
 import hashlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from gluefl.errors import GlueFLError
+from gluefl.errors import Damaged, GlueFLError
 
 if sys.platform != "win32":
     import fcntl
@@ -78,6 +79,50 @@ def digest_of(path: Path) -> str:
     """The checksum of a file, read in parts."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()
+
+
+class Growing:
+    """A file that only grows, each time by whole entries; every length that it ever had has a checksum.
+
+    Its process writes it from the first byte on, so that nothing is written behind what a killed process left.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size_bytes = path, 0
+        self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._exists = False
+
+    def append(self, data: bytes) -> dict[str, Any]:
+        """Add entries, on the disk when the call returns, and say how to find them, as JSON can hold it."""
+        if not self._exists:
+            write(self.path, data)
+        elif data:
+            with open(self.path, "r+b") as file:
+                file.seek(self.size_bytes)
+                file.write(data)
+                file.truncate()  # an earlier attempt may have failed half-way
+                file.flush()
+                os.fsync(file.fileno())
+        self._digest.update(data)
+        self._exists, self.size_bytes = True, self.size_bytes + len(data)
+        return {"name": self.path.name, "bytes": self.size_bytes, "digest": self._digest.hexdigest()}
+
+
+def read_growing(folder: Path, saved: dict[str, Any], name: re.Pattern[str], entry_bytes: int) -> bytes:
+    """What `Growing.append` said how to find; raises `Damaged` unless it is as it was written."""
+    length_bytes = saved["bytes"]
+    if not name.fullmatch(saved["name"]) or not isinstance(length_bytes, int) or length_bytes % entry_bytes:
+        raise ValueError(f"{length_bytes!r} bytes of {saved['name']!r} are not whole entries of such a file")
+    path = folder / saved["name"]
+    if not path.exists():
+        raise Damaged(f"{path.name} is missing")
+    if (size_bytes := path.stat().st_size) < length_bytes:
+        raise Damaged(f"{path.name} is damaged: it has {size_bytes} bytes, {length_bytes} were written")
+    with open(path, "rb") as file:
+        data = file.read(length_bytes)
+    if digest(data) != saved["digest"]:
+        raise Damaged(f"{path.name} is damaged: its checksum differs")
+    return data
 
 
 @contextmanager

@@ -95,11 +95,12 @@ class Checkpoint(Parameters):
 
 
 class Residuals(Parameters):
-    """`[residuals]`: where the clients' error-compensation memories lie."""
+    """`[residuals]`: where the clients' error-compensation memories lie, and when they are forgotten."""
 
     memory_gb: Gigabytes = 0.3
     device_gb: Gigabytes | None = None  # of a GPU's memory; a third of what is free at the start if none is given
     half: bool = False
+    forget_after: Count | None = None  # rounds in which a client was not used; by default its residual stays
 
 
 class Config(Parameters):

@@ -49,6 +49,7 @@ class Played:
     arrivals: Arrivals = Arrivals()  # noqa: RUF009 - frozen
     timed: bool = True  # whether the seconds of the trips mean anything
     notes: Sequence[str] = ()  # of who carried the round out
+    forgotten: int | None = None  # residuals that were dropped at its beginning, if the run drops any
 
     @cached_property
     def last(self) -> Trip | None:
@@ -98,6 +99,7 @@ def record(core: Core, state: State, played: Played) -> Record:
         "mask_density": played.shared.mask.count / size,
         "cold": len(parcels) - len(ages),
         "staleness_mean": sum(ages) / len(ages) if ages else None,
+        **({} if played.forgotten is None else {"forgotten_residuals": played.forgotten}),
         "clients": {
             "id": list(parcels),
             "group": [group.name for group in played.groups for _ in group.clients],

@@ -6,12 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from gluefl import files
 from gluefl.clients.residuals.file import NAME as RECORDS
 from gluefl.clients.residuals.file import check_records
+from gluefl.clients.residuals.index import read_index
 from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.experiments.runs import find
 from gluefl.simulation.folder import CHECKPOINT, CHECKSUMS, CONFIG, JOURNAL, SUMMARY, same_configuration
@@ -154,13 +156,22 @@ def _checkpoints(run: Path) -> Iterator[Check]:
         what = f"{clients['bytes']} bytes of round {round}, checksum"
         yield _checked(run, f"{CHECKPOINT}/{clients['name']}", what, partial(check_clients, folder, clients))
         for store, saved in manifest["stores"].items():
-            place = folder / STORES.get(store, store)
-            file = (place / RECORDS).relative_to(run).as_posix()
-            what = f"{len(saved['offsets'])} records of round {round}, checksums"
-            if saved["offsets"]:
-                yield _checked(run, file, what, partial(check_records, place, saved))
+            yield from _records(run, folder / STORES.get(store, store), saved, round)
         if "config" in manifest["notes"] and not (run / CHECKSUMS).exists():
             yield _configuration(run, manifest["notes"]["config"], round)
+
+
+def _records(run: Path, folder: Path, saved: dict[str, Any], round: int) -> Iterator[Check]:
+    """The index of residuals, and the records that it names."""
+    if saved["index"] is None:
+        return
+    place = folder.relative_to(run).as_posix()
+    what = f"{saved['index']['bytes']} bytes of round {round}, checksum"
+    index = _checked(run, f"{place}/{saved['index']['name']}", what, partial(read_index, folder, saved["index"]))
+    yield index
+    if index.damage is None:
+        what = f"{saved['records']} records of round {round}, checksums"
+        yield _checked(run, f"{place}/{RECORDS}", what, partial(check_records, folder, saved))
 
 
 def _checked(run: Path, file: str, what: str, check: Callable[[], object]) -> Check:

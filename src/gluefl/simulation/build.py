@@ -81,6 +81,7 @@ def build_setting(config: Config, clients: int) -> Setting:
         devices=build_devices(config, clients),
         arrivals=part(Arrivals, config.fleet),
         initial=config.wire.initial,
+        forget_residuals_after=config.residuals.forget_after,
         evaluation=Evaluation(
             every=evaluation.every,
             average=evaluation.average,

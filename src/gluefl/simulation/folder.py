@@ -173,6 +173,7 @@ def describe(
         "population": type(getattr(population, "population", population)).__name__,
         "importance": setting.importance,
         "initial": setting.initial,
+        "forget_residuals_after": setting.forget_residuals_after,
     }
     parts = {  # under the names of their tables in a configuration, as far as they have one
         "strategy": strategy,

@@ -56,6 +56,7 @@ class Begun:
     result: Aggregate
     answers: Callable[[], list[float]]  # the losses of the clients, and whether the result is finite
     notes: Sequence[str] = ()
+    forgotten: int | None = None  # residuals
 
 
 def begin(sim: Simulation, state: State) -> Begun:
@@ -63,7 +64,7 @@ def begin(sim: Simulation, state: State) -> Begun:
     plan = prepare(sim, state)
     sent = sent_by_clients(sim, state, plan.groups, plan.packages.shared, plan.cohort)
     result = aggregate(sim.core, state, sent.uploads, plan.round)
-    return Begun(plan, sent.encodings, result, _answers(sent.losses, result), sent.notes)
+    return Begun(plan, sent.encodings, result, _answers(sent.losses, result), sent.notes, sent.forgotten)
 
 
 def prepare(sim: Simulation, state: State) -> Plan:
@@ -105,7 +106,7 @@ def close(sim: Simulation, state: State, begun: Begun) -> tuple[State, Record]:
     played = Played(
         plan.round, plan.clock_s, plan.groups, plan.parcels, actual, losses,
         [encoding.support for encoding in begun.encodings.values()], up_bytes, plan.expected_up_bytes,
-        plan.packages.shared, result.update, sim.arrivals, sim.devices.timed, begun.notes,
+        plan.packages.shared, result.update, sim.arrivals, sim.devices.timed, begun.notes, begun.forgotten,
     )  # fmt: skip
     line = record(sim.core, state, played)
     holders = [client for client, trip in actual.items() if trip.downloaded and client not in line.stopped]

@@ -186,6 +186,7 @@ def _parts(core: Core, engine: Engine, population: Population, setting: Setting,
             options.residual_half,
             room_on(device, options.residual_device_bytes),
             keep=options.checkpoints_kept,
+            forget_after=setting.forget_residuals_after,
         ),
         arrivals=setting.arrivals,
     )

@@ -81,6 +81,7 @@ class Setting:
     arrivals: Arrivals = Arrivals()  # noqa: RUF009 - frozen
     evaluation: Evaluation = Evaluation()
     initial: Initial | None = None  # how a client comes to version 0; by strategy: known for lean, else download
+    forget_residuals_after: Count | None = None  # rounds in which a client was not used; by default they stay
     initial_weights: Path | str | None = None  # a safetensors file instead of the weights of the module
 
 

@@ -1,7 +1,7 @@
 """The clients' half of a round in a simulation: updates are compressed, encoded and sent."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Sent:
     encodings: Mapping[int, wire.Encoding]
     losses: Mapping[int, float | Tensor]  # a tensor is a number on an asynchronous device
     notes: Sequence[str] = ()  # of the engine, for the journal
+    forgotten: int | None = None  # residuals, if the run forgets any
 
 
 def expected_upload(sim: Simulation, shared: wire.Shared, round: int) -> int:
@@ -47,9 +48,12 @@ def sent_by_clients(
     sim: Simulation, state: State, groups: Sequence[Group], shared: wire.Shared, cohort: Cohort
 ) -> Sent:
     """The clients' half of a round: they train, compress and send, here or where the engine has them."""
+    forgotten = sim.residuals.begin(cohort.round)
     if isinstance(sim.engine, UploadingEngine):
-        return collect(sim, sim.engine, state, groups, shared, cohort)
-    return compress(sim, state, groups, shared, sim.engine.train(cohort))
+        sent = collect(sim, sim.engine, state, groups, shared, cohort)
+    else:
+        sent = compress(sim, state, groups, shared, sim.engine.train(cohort))
+    return replace(sent, forgotten=forgotten)
 
 
 def compress(

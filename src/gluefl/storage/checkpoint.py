@@ -25,8 +25,9 @@ from gluefl.storage.client_log import ClientLog, check_clients, discard, read_cl
 from gluefl.storage.sealed import seal, unseal
 from gluefl.storage.states import put_state_together, take_state_apart
 
-# 4 held all clients in the manifest, 3 had no checksums, 2 no average and no recurrence, 1 a flat strategy state.
-VERSION = 5
+# 5 held the places of all residuals in the manifest, 4 all clients, 3 had no checksums, 2 no average and no
+# recurrence, 1 a flat strategy state.
+VERSION = 6
 KEPT = 2  # checkpoints
 OLD = "state.json"  # the manifest of formats 1 to 3
 NOTHING: Mapping[str, "Store"] = {}

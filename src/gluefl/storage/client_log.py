@@ -5,8 +5,6 @@ killed one left. An entry takes eight bytes; the last one of a client counts. Th
 journal, which names the same clients.
 """
 
-import hashlib
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +14,6 @@ import numpy as np
 
 from gluefl import files
 from gluefl.core.register import VALUE_BITS, Register
-from gluefl.errors import Damaged
 
 NAME = re.compile(r"clients-(0|[1-9]\d*)\.bin")
 ENTRY = np.dtype("<i8")
@@ -27,26 +24,15 @@ class ClientLog:
     """The file of one process. What it wrote last is remembered, so that it can tell what has changed."""
 
     def __init__(self) -> None:
-        self._path: Path | None = None
-        self._saved, self._bytes = EMPTY, 0
-        self._digest = hashlib.blake2b(digest_size=files.DIGEST_BYTES)
+        self._file: files.Growing | None = None
+        self._saved = EMPTY
 
     def append(self, folder: Path, clients: Register, round: int) -> dict[str, Any]:
         """Write what has changed since the last call, and say where everything lies, as JSON can hold it."""
-        path = self._path or folder / f"clients-{round}.bin"
-        data = clients.since(self._saved).astype(ENTRY).tobytes()
-        if self._path is None:
-            files.write(path, data)
-        elif data:
-            with open(path, "r+b") as file:
-                file.seek(self._bytes)
-                file.write(data)
-                file.truncate()  # an earlier attempt may have failed half-way
-                file.flush()
-                os.fsync(file.fileno())
-        self._digest.update(data)
-        self._path, self._saved, self._bytes = path, clients, self._bytes + len(data)
-        return {"name": path.name, "bytes": self._bytes, "digest": self._digest.hexdigest()}
+        self._file = self._file or files.Growing(folder / f"clients-{round}.bin")
+        saved = self._file.append(clients.since(self._saved).astype(ENTRY).tobytes())
+        self._saved = clients
+        return saved
 
 
 def check_clients(folder: Path, saved: dict[str, Any]) -> None:
@@ -75,16 +61,4 @@ def discard(folder: Path, rounds: Iterable[int]) -> None:
 
 
 def _read(folder: Path, saved: dict[str, Any]) -> bytes:
-    name, length_bytes = saved["name"], saved["bytes"]
-    if not NAME.fullmatch(name) or not isinstance(length_bytes, int) or length_bytes % ENTRY.itemsize:
-        raise ValueError(f"{length_bytes!r} bytes of {name!r} are no record of clients")
-    path = folder / name
-    if not path.exists():
-        raise Damaged(f"{name} is missing")
-    if (size_bytes := path.stat().st_size) < length_bytes:
-        raise Damaged(f"{name} is damaged: it has {size_bytes} bytes, {length_bytes} were written")
-    with open(path, "rb") as file:
-        data = file.read(length_bytes)
-    if files.digest(data) != saved["digest"]:
-        raise Damaged(f"{name} is damaged: its checksum differs")
-    return data
+    return files.read_growing(folder, saved, NAME, ENTRY.itemsize)

@@ -138,6 +138,7 @@ class Totals:
         self._accuracies = deque[float](maxlen=average)  # of the last evaluations
         self._first_evaluation: int | None = None
         self._invitations = 0
+        self._forgotten: int | None = None  # residuals, if the run forgets any
         self._losses: dict[str, float] = {}  # the last ones, of the test or the validation samples
         self._clock_s: float | None = None
 
@@ -161,6 +162,8 @@ class Totals:
             self._single_down_bytes += line["down_bytes"]
         self._invitations += line["invited"]
         self._clock_s = line["clock_s"]
+        if "forgotten_residuals" in line:
+            self._forgotten = (self._forgotten or 0) + line["forgotten_residuals"]
         self._losses |= {key: line[key] for key in LOSSES if line.get(key) is not None}
         if line["accuracy"] is not None:
             self._evaluated(int(line["round"]), line["accuracy"])
@@ -206,6 +209,7 @@ class Totals:
             "wasted_s": sums["wasted_s"],
             "mean_download_share": share,
             "model_bytes": model_bytes,
+            **({} if self._forgotten is None else {"forgotten_residuals": self._forgotten}),
         }
 
 

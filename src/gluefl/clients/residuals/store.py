@@ -31,13 +31,16 @@ class Residuals:
         half: bool = False,
         device_bytes: int = 0,
         keep: int = KEPT,
+        forget_after: int | None = None,
     ):
+        self.forget_after = forget_after  # rounds without use
         self.size, self.memory_bytes, self.half, self.device_bytes = size, memory_bytes, half, device_bytes
         self._temporary = tempfile.TemporaryDirectory(prefix="gluefl-residuals-") if folder is None else None
         self.folder = Path(self._temporary.name) if self._temporary else Path(folder or ".")
         self._on_device, self._in_ram = DeviceTier(), HostTier(size)
         self._file = RecordFile(self.folder, size, torch.float16 if half else torch.float32, keep)
         self._unsaved: set[int] = set()  # clients whose record in the file is outdated or missing
+        self._round, self._used = 0, dict[int, int]()  # the round in which each vector was stored, oldest first
 
     @property
     def record_bytes(self) -> int:
@@ -45,10 +48,10 @@ class Residuals:
         return self._file.record_bytes
 
     def __contains__(self, client: int) -> bool:
-        return client in self._on_device.held or client in self._in_ram.held or client in self._file.offsets
+        return client in self._on_device.held or client in self._in_ram.held or client in self._file.places
 
     def __len__(self) -> int:
-        return len(self._on_device.held.keys() | self._in_ram.held.keys() | self._file.offsets.keys())
+        return len(self._on_device.held.keys() | self._in_ram.held.keys() | self._file.places.keys())
 
     def get(self, client: int, device: torch.device | str = "cpu") -> Tensor | None:
         """A client's vector, None if it has none. It must not be written to."""
@@ -76,7 +79,24 @@ class Residuals:
             self._on_device.held.pop(client, None)
             self._in_ram.put(client, Scaled(scale, vector))
         self._unsaved.add(client)
+        self._used.pop(client, None)  # so that it comes last
+        self._used[client] = self._round
         self._spill()
+
+    def begin(self, round: int) -> int | None:
+        """A round begins: vectors that were not stored in the last `forget_after` rounds are forgotten, in memory and
+        in the file. Returns how many, None if nothing is ever forgotten.
+
+        >>> Residuals(size, forget_after=10).begin(12)  # forgets what was last stored in round 1
+        """
+        self._round = round
+        if self.forget_after is None:
+            return None
+        count = 0
+        while self._used and round - next(iter(self._used.values())) > self.forget_after:
+            self._forget(next(iter(self._used)))
+            count += 1
+        return count
 
     def checkpoint(self) -> dict[str, Any]:
         """Write everything to the file and say where it lies, as JSON can hold it. Vectors on a GPU are copied on
@@ -85,7 +105,7 @@ class Residuals:
             tier = self._on_device if client in self._on_device.held else self._in_ram
             self._file.write(client, tier.held[client], self._in_ram.last_copy)
         self._unsaved.clear()
-        return self._file.checkpoint()
+        return self._file.checkpoint(self._used)
 
     def check(self, saved: dict[str, Any]) -> None:
         """Raise `Damaged` unless everything that a checkpoint names is in the file as it was written."""
@@ -98,7 +118,8 @@ class Residuals:
         self._on_device.held.clear()
         self._in_ram.clear()
         self._unsaved.clear()
-        self._file.restore(saved, older)
+        used = self._file.restore(saved, older)
+        self._used = dict(sorted(used.items(), key=lambda item: item[1]))
 
     def flush(self) -> None:
         """Wait until every write is done; raises the error of one that failed."""
@@ -107,6 +128,14 @@ class Residuals:
     def close(self) -> None:
         """Wait for the writes in progress, also after a failure."""
         self._file.close()
+
+    def _forget(self, client: int) -> None:
+        del self._used[client]
+        self._unsaved.discard(client)
+        self._on_device.held.pop(client, None)
+        if client in self._in_ram.held:
+            self._in_ram.release(self._in_ram.pop(client))
+        self._file.forget(client)
 
     def _spill(self) -> None:
         on_device, in_ram = self._on_device.held, self._in_ram.held
