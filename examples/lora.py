@@ -167,7 +167,8 @@ def federate(name: str, model: nn.Module, roles: Roles, strategy, sampler, lr: f
         Logits(model), roles, strategy, sampler=sampler, rounds=options.rounds,
         setting=Setting(
             seed=options.seed, training=LocalAdam(steps=options.steps, batch=options.batch, lr=lr), loss=token_loss,
-            initial="known", averaging=Averaging(0.9), evaluation=Evaluation(every=options.every, metric=right_tokens, batch=64),
+            initial="known", averaging=Averaging(0.9),
+            evaluation=Evaluation(every=options.every, metric=right_tokens, batch=64),
         ),
     )  # fmt: skip
     points, down, up = [], 0, 0
