@@ -182,9 +182,9 @@ def test_damage_of_what_the_next_rounds_read_never_gives_another_result(run, who
     logged = np.fromfile(folder / "clients-0.bin", "<i8")
     entries = [at for at, entry in enumerate(logged.tolist()) if entry >> VALUE_BITS in read]
     assert places and entries
-    half = 51  # the bit of a record's scale that makes it half as large again
+    signs = range(8 + 3, saved["record_bytes"], 4)  # the bytes of a record that hold the signs of its values
     for name, bits in (
-        ("residuals.bin", [8 * saved["record_bytes"] * place + half for place in places]),
+        ("residuals.bin", [8 * (saved["record_bytes"] * place + sign) + 7 for place in places for sign in signs]),
         ("clients-0.bin", [8 * 8 * at + 2 for at in entries]),
     ):
         copy = Path(shutil.copytree(run, run.with_name(name)))
