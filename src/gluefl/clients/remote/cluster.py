@@ -76,16 +76,19 @@ def _knock(address: str) -> None:
 
 def resources_of(ray: Any, gpu: bool, workers: int | None) -> tuple[int, dict[str, float]]:
     """How many workers run on the cluster, and what each of them reserves: a GPU and a core, or a core."""
-    total = ray.cluster_resources()
-    kind = "GPU" if gpu else "CPU"
-    room = int(total.get(kind, 0))
-    count = room if workers is None else workers
-    if not 0 < count <= room:
+    present = room(ray, "GPU" if gpu else "CPU")
+    count = present if workers is None else workers
+    if not 0 < count <= present:
         raise UsageError(
-            f"the Ray cluster has {room} {'GPUs' if gpu else 'cores'}, {max(1, count)} workers need one each: give "
+            f"the Ray cluster has {present} {'GPUs' if gpu else 'cores'}, {max(1, count)} workers need one each: give "
             "fewer --workers, or add nodes to the cluster."
         )
     return count, {"num_cpus": 0 if gpu else 1, "num_gpus": 1 if gpu else 0}
+
+
+def room(ray: Any, kind: str) -> int:
+    """How many GPUs or cores (`kind` GPU or CPU) the nodes have that live, as far as Ray knows."""
+    return int(ray.cluster_resources().get(kind, 0))
 
 
 class Actors:
@@ -132,13 +135,13 @@ class Actors:
             ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=ROOM_S)
             if ready:
                 return [(self._answered(reference), self._event(reference)) for reference in ready]
-            room = self._ray.cluster_resources().get(self._kind, 0)
-            if len(self._starting) == self.count and room < 1:
+            present = room(self._ray, self._kind)
+            if len(self._starting) == self.count and not present:
                 raise GlueFLError(
                     f"all workers have ended, and no node of the Ray cluster has a {self._kind} for another: the nodes "
                     "have died or were removed. Add nodes to the cluster, then go on with --resume."
                 )
-            if len(self._starting) == len(self._pending) and room < self.count > len(self._starting):
+            if len(self._starting) == len(self._pending) and present < self.count > len(self._starting):
                 break  # nobody trains, and those that have not started cannot: the others need not wait for them
         return []
 
