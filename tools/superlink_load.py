@@ -39,7 +39,7 @@ from load.parts import cpu_s  # noqa: E402
 POLL_S = 3.0  # between two requests of a SuperNode for messages
 THREADS = 16
 START_S = 60.0
-RUN_S = 600.0
+RUN_S = 400.0
 IDLE_S = 10.0  # for which the waiting nodes are watched
 
 
