@@ -16,6 +16,7 @@ from gluefl.errors import UsageError, WireError
 from gluefl.randomness import stream
 from gluefl.simulation.channel import on_device
 from gluefl.simulation.parts import Simulation
+from gluefl.simulation.turns import Turns
 from gluefl.strategies import Task, Upload
 from gluefl.vectors.mask import Mask
 
@@ -52,23 +53,32 @@ def sent_by_clients(
     if isinstance(sim.engine, UploadingEngine):
         sent = collect(sim, sim.engine, state, groups, shared, cohort)
     else:
-        sent = compress(sim, state, groups, shared, sim.engine.train(cohort))
+        sent = compress(sim, state, groups, shared, cohort.clients, sim.engine.train(cohort))
     return replace(sent, forgotten=forgotten)
 
 
 def compress(
-    sim: Simulation, state: State, groups: Sequence[Group], shared: wire.Shared, outcomes: Iterable[Outcome]
+    sim: Simulation,
+    state: State,
+    groups: Sequence[Group],
+    shared: wire.Shared,
+    clients: Sequence[int],
+    outcomes: Iterable[Outcome],
 ) -> Sent:
     """Compress and send the updates of the clients that trained."""
     core, round, nominal = sim.core, state.round + 1, nominal_weights(groups)
     compression = Compression(core.strategy, core.traits, core.layout, core.hooks)
     losses: dict[int, float | Tensor] = {}
-    bodies, encodings, waiting = dict[int, wire.Body](), dict[int, wire.Encoding](), list[int]()
+    encodings, waiting = dict[int, wire.Encoding](), dict[int, wire.Body]()
+
+    def receive(client: int, body: wire.Body) -> wire.Body:
+        return _received(sim, state, client, nominal[client], body, encodings[client], losses[client])
+
+    turns = Turns(core, groups, clients, receive)
 
     def encode() -> None:
-        started = wire.encode_positions([bodies[client] for client in waiting], under_way=True)
-        encodings.update(zip(waiting, started))
-        bodies.update({client: wire.stored(bodies[client]) for client in waiting})
+        encodings.update(zip(waiting, wire.encode_positions([*waiting.values()], under_way=True)))
+        turns.take({client: wire.stored(body) for client, body in waiting.items()})
         waiting.clear()
 
     for outcome in outcomes:
@@ -79,14 +89,12 @@ def compress(
             check_loss(outcome.loss, client, round)
         task = Task(round, shared.mask, nominal[client], core.space, client, core.seed)
         residual = sim.residuals.get(client, core.space.device)
-        bodies[client], residual = compression.body(outcome, state.statistics, shared, task, residual)
+        waiting[client], residual = compression.body(outcome, state.statistics, shared, task, residual)
         sim.keep(client, residual, outcome.memory)
-        waiting.append(client)
         if len(waiting) == ENCODED_TOGETHER or core.space.size >= wire.LARGE:
             encode()
     encode()
-    uploads = _received(sim, state, groups, bodies, encodings, losses)
-    return Sent(uploads, dict(sorted(encodings.items())), dict(sorted(losses.items())))
+    return Sent(turns.all(round), dict(sorted(encodings.items())), dict(sorted(losses.items())))
 
 
 def collect(
@@ -101,7 +109,8 @@ def collect(
     core, nominal, device = sim.core, nominal_weights(groups), sim.core.space.device
     near = wire.Shared(Mask(shared.mask.bits.cpu()))  # messages are read on a CPU, wherever the model is
     expected = core.expected(wire.UPLOAD, near)
-    losses, bodies, encodings = dict[int, float](), dict[int, wire.Body](), dict[int, wire.Encoding]()
+    losses, encodings = dict[int, float](), dict[int, wire.Encoding]()
+    turns = Turns(core, groups, cohort.clients, lambda client, body: body)
 
     def kept(client: int) -> Kept:
         return Kept(sim.residuals.get(client), cohort.memories.get(client))
@@ -115,13 +124,8 @@ def collect(
         sim.keep(client, reply.kept.residual, reply.kept.memory)
         received = wire.decode(reply.message, expected)[1]
         encodings[client] = wire.arrived(reply.message, received)
-        bodies[client] = on_device(device, received, shared)
-    actual = _actual_weights(groups, bodies)
-    uploads = [
-        Upload(client, actual[client], bodies[client].update, bodies[client].statistics, core.seed)
-        for client in sorted(bodies)
-    ]
-    return Sent(uploads, dict(sorted(encodings.items())), dict(sorted(losses.items())), engine.notes())
+        turns.take({client: on_device(device, received, shared)})
+    return Sent(turns.all(cohort.round), dict(sorted(encodings.items())), dict(sorted(losses.items())), engine.notes())
 
 
 def _check_client(client: int, nominal: Mapping[int, float], losses: Mapping[int, object], round: int) -> None:
@@ -133,41 +137,30 @@ def _check_client(client: int, nominal: Mapping[int, float], losses: Mapping[int
         )
 
 
-def _actual_weights(groups: Sequence[Group], arrived: Mapping[int, object]) -> dict[int, float]:
-    """A client of a group that is short of its quota weighs more."""
-    return {
-        c: w for group in groups for c, w in group.actual_weights([c for c in group.clients if c in arrived]).items()
-    }
-
-
 def _received(
     sim: Simulation,
     state: State,
-    groups: Sequence[Group],
-    bodies: Mapping[int, wire.Body],
-    encodings: Mapping[int, wire.Encoding],
-    losses: Mapping[int, float | Tensor],
-) -> list[Upload]:
-    """What arrives of the uploads."""
-    core, version, nominal = sim.core, state.ledger.version, nominal_weights(groups)
-    actual = _actual_weights(groups, bodies)
-    uploads = []
-    for client in sorted(bodies):
-        header = wire.Header(
-            kind=wire.UPLOAD,
-            run=core.run,
-            layout=core.layout.fingerprint,
-            round=state.round + 1,
-            base=version,
-            version=version,
-            weight=nominal[client],
-            samples=sim.engine.work(client),
-        )
-        try:
-            received = sim.channel.receive(header, losses[client], bodies[client], encodings[client])
-        except WireError as error:
-            if bodies[client].update.finite():
-                raise
-            raise not_finite(client, header.round) from error
-        uploads.append(Upload(client, actual[client], received.update, received.statistics, core.seed))
-    return uploads
+    client: int,
+    weight: float,
+    body: wire.Body,
+    encoding: wire.Encoding,
+    loss: float | Tensor,
+) -> wire.Body:
+    """What arrives of an upload."""
+    core, version = sim.core, state.ledger.version
+    header = wire.Header(
+        kind=wire.UPLOAD,
+        run=core.run,
+        layout=core.layout.fingerprint,
+        round=state.round + 1,
+        base=version,
+        version=version,
+        weight=weight,
+        samples=sim.engine.work(client),
+    )
+    try:
+        return sim.channel.receive(header, loss, body, encoding)
+    except WireError as error:
+        if body.update.finite():
+            raise
+        raise not_finite(client, header.round) from error

@@ -3,10 +3,10 @@
 `docs/your-own-strategy.md` shows how to write another.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from gluefl.wire.bodies import BodyCodec
 from gluefl.wire.values import FLOAT32, ValueCodec
 
 CPU = torch.device("cpu")
+Combine = TypeVar("Combine", bound=Callable[..., Tensor])
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,30 @@ class Strategy(Protocol):
         ...
 
 
+class Summed(list[Upload]):
+    """Uploads that were added up one by one: their updates are empty, their weighted sum is `total`."""
+
+    def __init__(self, uploads: Iterable[Upload], total: Tensor) -> None:
+        super().__init__(uploads)
+        self.total = total
+
+
+def plain_sum(combine: Combine) -> Combine:
+    """Mark the `combine` of a strategy that is `weighted_sum` and nothing else. Uploads may then be added up as they
+    arrive; it is a property of the method, so that a strategy that wraps or replaces it does not inherit it."""
+    combine.is_plain_sum = True  # type: ignore[attr-defined]
+    return combine
+
+
+def is_plain_sum(strategy: Strategy) -> bool:
+    """Whether the strategy adds up uploads and does nothing else with them."""
+    return getattr(getattr(type(strategy), "combine", None), "is_plain_sum", False)
+
+
 def weighted_sum(uploads: Sequence[Upload], space: Space) -> Tensor:
     """Σ ν_i Δ_i, always in the order of the uploads: the same bits in whatever order clients were trained."""
+    if isinstance(uploads, Summed):
+        return uploads.total
     total = torch.zeros(space.size, device=space.device)
     return add_all(total, [upload.update for upload in uploads], [upload.weight for upload in uploads])
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gluefl.parameters import Count, Decay, Positive, Share, checked
-from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
+from gluefl.strategies import Space, Task, Traits, Upload, plain_sum, weighted_sum
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse, part_of
 
@@ -60,6 +60,7 @@ class APF:
         """The active part of the update."""
         return part_of(delta, task.mask, covers=task.mask), None
 
+    @plain_sum
     def combine(self, state: APFState, uploads: Sequence[Upload], round: int) -> Tensor:
         """Σ ν_i Δ_i."""
         return weighted_sum(uploads, state.space)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gluefl.parameters import checked
-from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
+from gluefl.strategies import Space, Task, Traits, Upload, plain_sum, weighted_sum
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse, whole
 
@@ -36,6 +36,7 @@ class FedAvg:
         """The whole update."""
         return whole(delta), None
 
+    @plain_sum
     def combine(self, state: Space, uploads: Sequence[Upload], round: int) -> Tensor:
         """Σ ν_i Δ_i (equation 2)."""
         return weighted_sum(uploads, state)

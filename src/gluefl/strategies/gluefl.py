@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from gluefl.parameters import Rounds, Share, checked
-from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
+from gluefl.strategies import Space, Task, Traits, Upload, plain_sum, weighted_sum
 from gluefl.strategies.compensation import Compensation, compensate, remember
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.selection import count, counts, top
@@ -69,6 +69,7 @@ class GlueFL:
         sent = part_of(delta, task.mask.joined(unique), covers=task.mask)
         return sent, remember(delta, sent, task.weight, self.compensation)
 
+    @plain_sum
     def combine(self, state: GlueFLState, uploads: Sequence[Upload], round: int) -> Tensor:
         """Line 16: Σ ν_i Δ_i."""
         return weighted_sum(uploads, state.space)

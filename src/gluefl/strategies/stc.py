@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gluefl.parameters import Share, checked
-from gluefl.strategies import Space, Task, Traits, Upload, weighted_sum
+from gluefl.strategies import Space, Task, Traits, Upload, plain_sum, weighted_sum
 from gluefl.strategies.compensation import Compensation, compensate, remember
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.selection import counts, top
@@ -66,6 +66,7 @@ class STC:
             sent = _ternary(sent)
         return sent, remember(delta, sent, task.weight, self.compensation)
 
+    @plain_sum
     def combine(self, state: STCState, uploads: Sequence[Upload], round: int) -> Tensor:
         """Σ ν_i Δ_i."""
         return weighted_sum(uploads, state.space)
