@@ -166,8 +166,9 @@ def federate(name: str, model: nn.Module, roles: Roles, strategy, sampler, lr: f
     result = train(
         Logits(model), roles, strategy, sampler=sampler, rounds=options.rounds,
         setting=Setting(
-            seed=options.seed, training=LocalAdam(steps=options.steps, batch=options.batch, lr=lr), loss=token_loss, initial="known",
-            averaging=Averaging(0.9), evaluation=Evaluation(every=options.every, metric=right_tokens, batch=64),
+            seed=options.seed, training=LocalAdam(steps=options.steps, batch=options.batch, lr=lr), loss=token_loss,
+            initial="known", averaging=Averaging(0.9),
+            evaluation=Evaluation(every=options.every, metric=right_tokens, batch=64),
         ),
     )  # fmt: skip
     points, down, up = [], 0, 0

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # programs that tests start add their sums in the same order
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with SIGINT ignored, and programs started by tests would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -106,6 +106,15 @@ def test_the_last_checkpoints_stay_and_half_a_one_does_not_count(tmp_path) -> No
     assert checkpoint.rounds_in(tmp_path) == [11] and len(list(tmp_path.glob("state-*"))) == 2
 
 
+def test_a_manifest_does_not_grow_with_the_clients(tmp_path) -> None:
+    _, _, state = played(GlueFL(), tmp_path, rounds=2)
+    checkpoint.save(tmp_path / "few", state)
+    ledger = state.ledger.holding(dict.fromkeys(range(5000), 1))
+    checkpoint.save(tmp_path / "many", dataclasses.replace(state, ledger=ledger))
+    few, many = ((tmp_path / name / "state-2.json").stat().st_size for name in ("few", "many"))
+    assert abs(many - few) < 10 and (tmp_path / "many" / "clients-2.bin").stat().st_size == 5000 * 8
+
+
 @pytest.mark.parametrize(("name", "version"), [("state.json", 1), ("state.json", 3), ("state-1.json", 99)])
 def test_a_checkpoint_of_another_version_is_refused(name, version, tmp_path) -> None:
     f, _, state = played(FedAvg(), tmp_path, rounds=1)

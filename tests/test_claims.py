@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gluefl.cli import main
 from gluefl.experiments.studies.catalogue import Choice, configurations, load, names
-from gluefl.experiments.studies.claims import Claim, claims, table
+from gluefl.experiments.studies.claims import Claim, claims, results, table
 from gluefl.experiments.studies.findings import Grid, findings
 from gluefl.experiments.studies.intervals import Estimate, estimate
 from gluefl.experiments.studies.measures import MEASURES
@@ -95,3 +95,8 @@ def test_the_tables_of_the_document_are_those_of_the_results(tmp_path) -> None:
     new = make_reproduction.filled(text, results)
     assert "old" not in new and "words" in new and "| gluefl |" in new and "not decided" in new and "Not run." in new
     assert make_reproduction.filled(new, results) == new
+
+
+def test_the_page_of_the_reproduction_is_that_of_its_results() -> None:
+    text = (make_reproduction.DOCS / "reproduction.md").read_text(encoding="utf-8")
+    assert make_reproduction.filled(text, results([make_reproduction.DOCS / "results"])) == text

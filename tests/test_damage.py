@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -23,6 +24,7 @@ from torch import nn
 from gluefl.cli import main
 from gluefl.clients.residuals import Residuals
 from gluefl.clients.residuals.index import read_index
+from gluefl.core.register import VALUE_BITS
 from gluefl.errors import Damaged, Diverged, GlueFLError, UsageError
 from gluefl.experiments.verify import verify
 from gluefl.storage import checkpoint
@@ -40,6 +42,11 @@ class Crash(Exception):
 
 def crash(line, state) -> None:
     if line["round"] == KILLED_AT:
+        raise Crash
+
+
+def crash_later(line, state) -> None:
+    if line["round"] == KILLED_AT + 1:
         raise Crash
 
 
@@ -162,6 +169,67 @@ def test_damage_of_the_newer_part_of_the_index_leaves_the_checkpoint_before(run,
     ]
     (told,) = resumed(run)
     assert "goes back to its checkpoint of round 3" in told and "residuals-1.index is damaged" in told
+    assert outcome(run) == whole
+
+
+def test_damage_of_what_the_next_rounds_read_never_gives_another_result(run, whole) -> None:
+    """Without checksums these bits change the model (a residual) or the bytes sent (the version of a client)."""
+    folder = run / "checkpoint"
+    manifest, next_rounds = checkpoint.read_manifest(folder, 6), whole[0][6:]
+    read = {client for line in next_rounds for client in line["clients"]["id"]}
+    saved = manifest["stores"]["residuals"]
+    places = [int(one["place"]) for one in read_index(folder, saved["index"]) if one["client"] in read]
+    logged = np.fromfile(folder / "clients-0.bin", "<i8")
+    entries = [at for at, entry in enumerate(logged.tolist()) if entry >> VALUE_BITS in read]
+    assert places and entries
+    signs = range(8 + 3, saved["record_bytes"], 4)  # the bytes of a record that hold the signs of its values
+    for name, bits in (
+        ("residuals.bin", [8 * (saved["record_bytes"] * place + sign) + 7 for place in places for sign in signs]),
+        ("clients-0.bin", [8 * 8 * at + 2 for at in entries]),
+    ):
+        copy = Path(shutil.copytree(run, run.with_name(name)))
+        for bit in bits:
+            flip(copy / "checkpoint" / name, bit)
+        try:
+            told = resumed(copy)
+        except Damaged as error:
+            assert name in str(error)
+            continue
+        assert outcome(copy) == whole, name
+        assert told, name
+
+
+# --- the file of clients, which checkpoints share ---------------------------------------------------------
+
+
+def test_damage_of_the_newer_part_of_the_clients_leaves_the_checkpoint_before(run, whole) -> None:
+    path = run / "checkpoint" / "clients-0.bin"
+    parts = [checkpoint.read_manifest(path.parent, round)["clients"] for round in (3, 6)]
+    assert [one["name"] for one in parts] == ["clients-0.bin"] * 2 and parts[0]["bytes"] < parts[1]["bytes"]
+    flip(path, 8 * parts[0]["bytes"])  # the first bit that only the checkpoint of round 6 needs
+    (told,) = resumed(run)
+    assert "goes back to its checkpoint of round 3" in told and "clients-0.bin is damaged" in told
+    assert outcome(run) == whole
+
+
+def test_damage_of_the_common_part_of_the_clients_is_refused_and_changes_nothing(run) -> None:
+    flip(run / "checkpoint" / "clients-0.bin", 0)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(Damaged, match=r"(?s)round 6: clients-0.bin is damaged.*round 3: clients-0.bin is damaged"):
+        small_run(out=run, resume=True)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_the_clients_of_a_process_that_ended_stay_as_long_as_a_checkpoint_needs_them(run, whole) -> None:
+    """The checkpoint of round 6 names the file of the first process, that of round 7 the file of the second."""
+    with pytest.raises(Crash):
+        small_run(out=run, resume=True, callbacks=[crash_later], rounds=ROUNDS, options=options(checkpoint_every=1))
+    folder = run / "checkpoint"
+    assert checkpoint.rounds_in(folder) == [7, 6]
+    assert {path.name for path in folder.glob("clients-*")} == {"clients-0.bin", "clients-7.bin"}
+    flip(folder / "clients-7.bin", 77)
+    (told,) = resumed(run)
+    assert "goes back to its checkpoint of round 6" in told and "clients-7.bin is damaged" in told
     assert outcome(run) == whole
 
 

@@ -115,7 +115,7 @@ def test_lengths_are_those_of_the_update_however_it_travels(strategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", [FedAvg(), Lean()], ids=["fedavg", "lean"])
-@pytest.mark.parametrize("value", [-1e6, 1e6, 0.0])
+@pytest.mark.parametrize("value", [-1e6, 1e6, -1.0, 0.0])  # -1 is near enough to be refused for its sign alone
 def test_a_variance_cannot_be_negative_or_far_away(strategy, value) -> None:
     core = core_of(strategy)
     state = first(core)

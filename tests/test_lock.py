@@ -105,12 +105,23 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs 
 def test_everything_a_checkpoint_relies_on_is_durable_before_it(calls, tmp_path) -> None:
     small_run(out=tmp_path / "run", rounds=3)
     last = calls.index(("replace", "state-3.json"))
-    for name in ("journal.jsonl", "residuals.bin", "state-3.safetensors.tmp", "state-3.json.tmp"):
-        assert ("sync", name) in calls[calls.index(("replace", "state-0.json")) : last], name
+    between = calls[calls.index(("replace", "state-0.json")) : last]
+    for name in ("journal.jsonl", "residuals.bin", "clients-0.bin", "state-3.safetensors.tmp", "state-3.json.tmp"):
+        assert ("sync", name) in between, name
+    for name, folder in (("journal.jsonl", "run"), ("residuals.bin", "checkpoint")):
+        assert between[between.index(("sync", name)) + 1] == ("sync", folder)
     assert calls[last + 1] == ("sync", "checkpoint")  # the folder, so that the new name lasts
     for name in ("config.toml", "model.safetensors", "summary.json"):
         at = calls.index(("replace", name))
         assert calls[at - 1] == ("sync", f"{name}.tmp") and calls[at + 1] == ("sync", "run")
+
+
+@on_linux
+def test_the_names_of_new_folders_last(calls, tmp_path) -> None:
+    files.make_folder(tmp_path / "a" / "b")
+    assert calls == [("sync", "a"), ("sync", tmp_path.name)]
+    files.make_folder(tmp_path / "a" / "b")
+    assert len(calls) == 2
 
 
 def test_a_configuration_is_never_half_written(tmp_path, monkeypatch) -> None:

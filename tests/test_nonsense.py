@@ -165,6 +165,14 @@ def test_a_comparison_that_cannot_be_made_is_refused(assignment, words, folder) 
     assert sorted(folder.parent.rglob("*")) == before
 
 
+def test_a_label_with_a_table_of_its_own_writes_nothing_outside(folder) -> None:
+    own = '[compare]\nstrategies = ["../../x"]\n[compare."../../x".strategy]\nname = "stc"\n'
+    (folder / "own.toml").write_text(TINY + own)
+    before = sorted(folder.parent.rglob("*"))
+    assert "cannot name a folder" in refused("compare", "own.toml", "--out", "out/deep")
+    assert sorted(folder.parent.rglob("*")) == before
+
+
 # --- options of commands ----------------------------------------------------------------------------------
 
 PLAN, LEAN = ("plan", "--clients", "2800", "--cohort", "30"), ("plan", "--clients", "2800", "--strategy", "lean")

@@ -40,6 +40,16 @@ def test_every_version_stays_a_dictionary(changes) -> None:
         assert all(len(leaf) <= 4 for page in version.pages for leaf in page)
 
 
+def test_a_round_copies_only_the_leaves_that_it_touches() -> None:
+    before = Register().updated(dict.fromkeys(range(0, 3000, 3), 1))
+    after = before.updated({30: 2, 31: 2, 1500: 2})  # one of them is new
+    kept = {id(leaf) for page in before.pages for leaf in page}
+    copied = [leaf for page in after.pages for leaf in page if id(leaf) not in kept]
+    assert len(kept) >= 250 and sum(map(len, copied)) <= 3 * 4 + 1
+    pages = {id(page) for page in before.pages}
+    assert sum(id(page) not in pages for page in after.pages) <= 4
+
+
 @given(rounds, st.integers(0, 12), st.integers(0, 12))
 def test_what_differs_between_two_versions_makes_one_the_other(changes, at, other) -> None:
     versions = [Register()]

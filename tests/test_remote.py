@@ -274,6 +274,44 @@ def test_slices_are_the_cohort_in_its_order(workers, clients) -> None:
     assert all(slices) and len(slices) <= 8 * workers
 
 
+class Late(Scripted):
+    """Workers of which one does not start."""
+
+    def events(self):
+        return super().events() if self.waiting or any(self.state.values()) else []
+
+
+def test_a_run_begins_with_the_workers_that_have_started() -> None:
+    transport = Late(2, None)
+    transport.waiting.pop()
+    remote = engine(transport)
+    remote.wait_for_workers()
+    transport.draw = lambda strategy: 0  # nobody dies
+    broadcast = Broadcast(1, 0, torch.zeros(2), torch.zeros(0), torch.ones(2, dtype=torch.bool))
+    replies = list(remote.upload(broadcast, {4: 1.0, 7: 1.0, 9: 1.0}, lambda client: Kept()))
+    assert [reply.client for reply in replies] == [4, 7, 9] and not transport.state.get(1)
+
+
+@pytest.mark.parametrize("with_machine", [True, False])
+def test_workers_that_end_before_they_start_end_the_run_unless_their_machine_died(with_machine) -> None:
+    transport = Late(1, None)
+    transport.waiting.clear()
+    transport.waiting.extend([(0, Ended("a test", with_machine))] * MOST_DEATHS)
+    remote = engine(transport)
+    if with_machine:
+        remote.wait_for_workers()  # the replacement starts
+    else:
+        with pytest.raises(GlueFLError, match="3 workers ended before they had started, the last by a test"):
+            remote.wait_for_workers()
+
+
+def test_a_run_without_workers_ends() -> None:
+    transport = Late(2, None)
+    transport.waiting.clear()
+    with pytest.raises(GlueFLError, match="no worker has answered or started for a long time"):
+        engine(transport).wait_for_workers()
+
+
 def test_clients_that_end_every_worker_end_the_run() -> None:
     class Deadly(Scripted):
         def events(self):

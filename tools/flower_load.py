@@ -1,9 +1,9 @@
 """How many nodes one ServerApp serves a second, and where its time goes: `python tools/flower_load.py [--superlink]`.
 
-Nodes do not train. The real strategy and the real client mod exchange real Flower messages: over a grid in this process,
-which has no network, or with `--superlink` over a SuperLink on loopback (`superlink_load.py`). Without a network the
-seconds of the nodes are subtracted; the rest is the work of the ServerApp on one core, and every message is also
-serialised as Flower does for the network.
+Nodes do not train. The real strategy and the real client mod exchange real Flower messages: over a grid in this
+process, which has no network, or with `--superlink` over a SuperLink on loopback (`superlink_load.py`). Without a
+network the seconds of the nodes are subtracted; the rest is the work of the ServerApp on one core, and every message is
+also serialised as Flower does for the network.
 """
 
 import argparse
@@ -119,6 +119,8 @@ def main() -> None:
         pairs = [(name, cohort) for name in options.strategies for cohort in cohorts]
         report = {"rows": [measure(name, cohort, options.nodes, *rest) for name, cohort in pairs]}
     print(json.dumps(report, indent=1))
+    if "unfinished" in report:
+        raise SystemExit(report["unfinished"])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ three seconds. Threads of this process run the real mod for the nodes that are c
 """
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -38,7 +39,7 @@ from load.parts import cpu_s  # noqa: E402
 POLL_S = 3.0  # between two requests of a SuperNode for messages
 THREADS = 16
 START_S = 60.0
-RUN_S = 600.0
+RUN_S = 400.0
 IDLE_S = 10.0  # for which the waiting nodes are watched
 
 
@@ -130,7 +131,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def superlink(work: Path) -> Iterator[tuple[int, str, dict[str, str]]]:
-    """A SuperLink without TLS on loopback: its process number, its address, and the environment of Flower's commands."""
+    """A SuperLink without TLS on loopback: its process number, its address, the environment of Flower's commands."""
     address = f"127.0.0.1:{free_ports(1)}"
     home = work / "flwr"
     home.mkdir()
@@ -160,21 +161,36 @@ def superlink(work: Path) -> Iterator[tuple[int, str, dict[str, str]]]:
 
 
 def play(environment: dict[str, str], work: Path, **settings: Any) -> list[dict[str, Any]]:
-    """One run of the app: what its rounds cost."""
+    """One run of the app: what its rounds cost. Raises `Unfinished` with the last lines of its log."""
     out = work / f"{settings['strategy']}-{settings['cohort']}"
     config = " ".join(f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in settings.items())
-    config += f' out="{out}"'
-    done = _flwr(environment, "run", str(APP), "loopback", "--stream", "--run-config", config)
+    log = work / f"{out.name}.log"
+    command = ["run", str(APP), "loopback", "--stream", "--run-config", f'{config} out="{out}"']
+    ended = "it ended without a result"
+    try:
+        with open(log, "wb") as stream:
+            _flwr(environment, *command, stdout=stream, stderr=subprocess.STDOUT)
+    except subprocess.TimeoutExpired:
+        ended = f"it did not end within {RUN_S:.0f} s"
     if not (out / "load.json").exists():
-        raise SystemExit(f"the run did not end well:\n{(done.stdout + done.stderr)[-3000:]}")
+        raise Unfinished(f"the run {out.name}: {ended}. {_last_lines(log)}\n{_last_lines(work / 'superlink.log')}")
     return list(json.loads((out / "load.json").read_text()))
+
+
+class Unfinished(Exception):
+    """A run that gave no measurement, and what its processes wrote last."""
+
+
+def _last_lines(log: Path, count: int = 25) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join([f"The last lines of {log.name}:", *lines[-count:]])
 
 
 def row(name: str, cohort: int, nodes: int, parameters: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Means over the rounds but the first, in which connections are opened and nodes build version 0."""
     first, last = rounds[1], rounds[-1]
     count = last["round"] - first["round"]
-    mean = {key: (last[key] - first[key]) / count for key in ("clock_s", "server_s", "superlink_s")}
+    mean = {key: (last[key] - first[key]) / count for key in ("clock_s", "server_s", "superlink_s", "nodes_s")}
     parts = {part: (s - first["parts_s"].get(part, 0.0)) / count for part, s in last["parts_s"].items()}
     return {
         "strategy": name,
@@ -187,29 +203,32 @@ def row(name: str, cohort: int, nodes: int, parameters: int, rounds: list[dict[s
         "replies_a_second_of_server_cpu": cohort / mean["server_s"],
         "superlink_s_a_round": mean["superlink_s"],
         "superlink_cores": mean["superlink_s"] / mean["clock_s"],
+        "nodes_s_a_round": mean["nodes_s"],
         "parts_s": parts | {"other": mean["server_s"] - sum(parts.values())},
     }
 
 
-def measure(work: Path, names: list[str], cohorts: list[int], nodes: int, parameters: int, rounds: int) -> dict[str, Any]:
-    """All strategies and cohorts over one SuperLink and one fleet."""
-    with contextlib.ExitStack() as connections:
-        # The SuperLink is ended first: connections to it then close without a farewell for every node.
-        with superlink(work) as (pid, address, environment):
-            fleet, began = Fleet(address, work, parameters), (time.monotonic(), cpu_s(pid))
-            fleet.connect(nodes, connections)
-            registering = {"seconds": time.monotonic() - began[0], "superlink_s": cpu_s(pid) - began[1]}
-            with fleet.waiting():
-                idle = _idle(fleet, pid)
-                rows = [
-                    row(name, cohort, nodes, parameters, play(
-                        environment, work, strategy=name, cohort=cohort, num_nodes=nodes, parameters=parameters,
-                        num_server_rounds=rounds + 1, superlink_pid=pid,
-                    ))
-                    for name in names
-                    for cohort in cohorts
-                ]  # fmt: skip
-    return {"registering": registering, "idle": idle, "rows": rows, "replies": sum(fleet.turns), "failures": fleet.failures}
+def measure(
+    work: Path, names: list[str], cohorts: list[int], nodes: int, parameters: int, rounds: int
+) -> dict[str, Any]:
+    """All strategies and cohorts over one SuperLink and one fleet; a run that fails ends them, and is reported."""
+    report: dict[str, Any] = {"rows": []}
+    # The SuperLink is ended first: connections to it then close without a farewell for every node.
+    with contextlib.ExitStack() as connections, superlink(work) as (pid, address, environment):
+        fleet, began = Fleet(address, work, parameters), (time.monotonic(), cpu_s(pid))
+        fleet.connect(nodes, connections)
+        report["registering"] = {"seconds": time.monotonic() - began[0], "superlink_s": cpu_s(pid) - began[1]}
+        settings = {"num_nodes": nodes, "parameters": parameters, "num_server_rounds": rounds + 1}
+        settings |= {"superlink_pid": pid, "fleet_pid": os.getpid()}
+        with fleet.waiting():
+            report["idle"] = _idle(fleet, pid)
+            try:  # Flower's connections log an exception that passes through them, and hide it
+                for name, cohort in itertools.product(names, cohorts):
+                    played = play(environment, work, strategy=name, cohort=cohort, **settings)
+                    report["rows"].append(row(name, cohort, nodes, parameters, played))
+            except Unfinished as error:
+                report["unfinished"] = str(error)
+    return report | {"replies": sum(fleet.turns), "failures": fleet.failures}
 
 
 def _idle(fleet: Fleet, pid: int) -> dict[str, float]:
@@ -227,8 +246,9 @@ def _idle(fleet: Fleet, pid: int) -> dict[str, float]:
     }
 
 
-def _flwr(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["flwr", *arguments], env=environment, capture_output=True, text=True, timeout=RUN_S)
+def _flwr(environment: dict[str, str], *arguments: str, **streams: Any) -> "subprocess.CompletedProcess[bytes]":
+    command = [str(Path(sys.executable).parent / "flwr"), *arguments]
+    return subprocess.run(command, env=environment, timeout=RUN_S, **(streams or {"capture_output": True}))
 
 
 def _until(done: Callable[[], bool], timeout_s: float, log: Path) -> None:

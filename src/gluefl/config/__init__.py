@@ -94,6 +94,12 @@ class Checkpoint(Parameters):
     keep: Count = 2  # the last ones, to go back to if a file is damaged
 
 
+class Journal(Parameters):
+    """`[journal]`: how the clients of every round are written down."""
+
+    clients: Literal["lines", "columns", "none"] = "lines"  # in its line, in the binary file journal.bin, or left out
+
+
 class Residuals(Parameters):
     """`[residuals]`: where the clients' error-compensation memories lie, and when they are forgotten."""
 
@@ -120,6 +126,7 @@ class Config(Parameters):
     wire: Wire = Field(default_factory=Wire)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     residuals: Residuals = Field(default_factory=Residuals)
+    journal: Journal = Field(default_factory=Journal)
 
 
 def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Config:

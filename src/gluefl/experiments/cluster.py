@@ -1,7 +1,7 @@
 """Runs of a grid on a Ray cluster: one task per run, on any node that has a core or a GPU free.
 
 The folders of the runs must lie where every node sees them. A run whose node dies goes on from its last checkpoint on
-another one: Ray repeats the task, and a run that has begun is resumed.
+another one: Ray repeats the task, and a run that has begun is resumed. If no node is left, the grid ends.
 """
 
 import time
@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from gluefl import files
+from gluefl.clients.remote import cluster
 from gluefl.clients.remote.cluster import connected, resources_of
 from gluefl.config import to_toml
 from gluefl.errors import GlueFLError, Interrupted, UsageError
 from gluefl.experiments.grid import RunSpec
 from gluefl.experiments.progress import GridProgress, RunProgress
 from gluefl.experiments.runner import record_divergence
+from gluefl.experiments.runs import CONFIG, SUMMARY
 from gluefl.experiments.worker import DIVERGED, carry_out
 from gluefl.simulation.process import interruptible
 
 POLL_S = 0.5
 RETRIES = 3  # of a run whose node or process dies
 SEEN = ".gluefl-cluster"  # a file by which a node sees that it shares the folder
+FREE_S = 120  # until the lock of a process on a dead machine is given back by a network drive
 FOREIGN = 4  # exit code of a run whose node does not
 
 
@@ -63,7 +66,7 @@ class ClusterRuns:
     ) -> str | None:
         received, marker = context
         running: dict[Any, tuple[RunSpec, RunProgress]] = {}
-        failure, stopping = None, False
+        failure, stopping, had_room_s = None, False, time.monotonic()
         while running or (waiting and not received and failure is None):
             while waiting and len(running) < count and not received and failure is None:
                 spec = waiting.pop(0)
@@ -79,14 +82,53 @@ class ClusterRuns:
                 failure = failure or _finished(ray, reference, spec, display, stopping)
             for _, display in running.values():
                 display.update()
+            if ready or cluster.room(ray, "CPU" if self.device == "cpu" else "GPU"):
+                had_room_s = time.monotonic()
+            elif time.monotonic() - had_room_s > cluster.ROOM_S:
+                return failure or _deserted(ray, running)
         return failure
 
 
+def _deserted(ray: Any, running: dict[Any, tuple[RunSpec, RunProgress]]) -> str:
+    """Give up the runs that wait for a node; returns the message of the grid."""
+    for reference, (_, display) in running.items():
+        ray.cancel(reference)
+        display.finish("stopped")
+    names = "; ".join(spec.name for spec, _ in running.values())
+    return (
+        f"no node of the Ray cluster is left for the runs in progress ({names}). Add nodes to the cluster, then go on "
+        "with --resume: they continue from their last checkpoints."
+    )
+
+
 def run_on_node(text: str, folder: str, device: str, marker: str) -> tuple[int, str]:
-    """One run, in a process of a node."""
+    """One run, in a process of a node. Ray may repeat it: the run may have ended before its node died, and its process
+    may live on for a while after Ray has lost the node."""
     if not Path(marker).exists():
         return FOREIGN, f"a node of the cluster does not see {marker}"
-    return carry_out(text, Path(folder), device)
+    out = Path(folder)
+    _wait_until_free(out)
+    if _is_done(text, out):
+        return 0, ""
+    return carry_out(text, out, device)
+
+
+def _wait_until_free(folder: Path) -> None:
+    """Wait while another process writes into a folder, but not for ever: the run itself will then say so."""
+    ends = time.monotonic() + FREE_S
+    while folder.exists() and time.monotonic() < ends:
+        try:
+            with files.locked(folder):
+                return
+        except GlueFLError:
+            time.sleep(POLL_S)
+
+
+def _is_done(text: str, folder: Path) -> bool:
+    from gluefl.experiments.verify import damage_of_result  # torch comes with it
+
+    has_ended = (folder / SUMMARY).exists() and (folder / CONFIG).read_bytes() == text.encode()
+    return has_ended and damage_of_result(folder) is None
 
 
 def _finished(ray: Any, reference: Any, spec: RunSpec, display: RunProgress, stopping: bool) -> str | None:
@@ -94,7 +136,8 @@ def _finished(ray: Any, reference: Any, spec: RunSpec, display: RunProgress, sto
     try:
         code, message = ray.get(reference)
     except (ray.exceptions.RayError, KeyboardInterrupt) as error:
-        code, message = 1, str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        code, message = 1, f"{reason} Go on with --resume: the run continues from its last checkpoint."
     if code == FOREIGN:
         raise UsageError(f"{message}: give an --out that all nodes share, on a network drive for instance.")
     diverged = code == DIVERGED

@@ -1,7 +1,7 @@
 """The work behind `gluefl verify`: every file of a run is read and compared with the checksum it was written with."""
 
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,9 @@ from gluefl.clients.residuals.index import read_index
 from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.experiments.runs import find
 from gluefl.simulation.folder import CHECKPOINT, CHECKSUMS, CONFIG, JOURNAL, SUMMARY, same_configuration
-from gluefl.storage import checkpoint
+from gluefl.storage import checkpoint, columns
 from gluefl.storage.client_log import check_clients
-from gluefl.storage.journal import Journal
-from gluefl.storage.journal import read as read_journal
+from gluefl.storage.journal import Line, written_lines
 from gluefl.storage.sealed import unseal
 from gluefl.watching.best import BEST
 from gluefl.watching.best import read as read_best
@@ -100,14 +99,31 @@ def _journal(run: Path) -> tuple[int, list[Check]]:
     path = run / JOURNAL
     if not path.exists():
         return 0, [Check(run, JOURNAL, "existence", "missing")]
-    lines, damaged = read_journal(path)
-    sealed = Journal(path).count()
+    lines = list(written_lines(path))
+    sealed, size_bytes = sum(is_sealed for _, _, is_sealed in lines), sum(length for _, length, _ in lines)
     if sealed < len(lines) and not (checkpoint.rounds_in(run / CHECKPOINT) or (run / CHECKSUMS).exists()):
         kind, whole = "no checksums, an older format", len(lines)
     else:
         kind, whole = "checksums", sealed
-    damage = f"damaged or half written after line {whole}" if damaged or whole < len(lines) else None
-    return whole, [Check(run, JOURNAL, f"{len(lines)} lines, {kind}", damage)]
+    is_damaged = size_bytes < path.stat().st_size or whole < len(lines)
+    damage = f"damaged or half written after line {whole}" if is_damaged else None
+    check = Check(run, JOURNAL, f"{len(lines)} lines, {kind}", damage)
+    return whole, [check, *_columns(run, [line for line, _, _ in lines[:whole]])]
+
+
+def _columns(run: Path, lines: Sequence[Line]) -> Iterator[Check]:
+    """The clients of the lines, if they lie beside the journal."""
+    blocks = [line for line in lines if columns.place_in(line)]
+    name, damage = columns.path_of(run / JOURNAL).name, None
+    with columns.reading(run / JOURNAL) as file:
+        for line in blocks:
+            try:
+                columns.resolved(line, file)
+            except ValueError as error:
+                damage = f"damaged in round {line['round']}: {error}"
+                break
+    if blocks:
+        yield Check(run, name, f"clients of {len(blocks)} rounds, checksums", damage)
 
 
 def _lost_lines(run: Path, rounds: int, journal: list[Check]) -> Iterator[Check]:

@@ -56,6 +56,7 @@ def run(config: Config, options: Options) -> Result:
             residual_memory_bytes=int(config.residuals.memory_gb * 10**9),
             residual_device_bytes=None if device_gb is None else int(device_gb * 10**9),
             residual_half=config.residuals.half,
+            journal_clients=config.journal.clients,
         ),
     )
 

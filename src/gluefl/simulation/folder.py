@@ -19,7 +19,7 @@ from gluefl.populations import Population
 from gluefl.populations.held_out import HeldOut
 from gluefl.simulation.fingerprint import Fingerprint, check_same
 from gluefl.simulation.settings import Options, Setting
-from gluefl.storage import checkpoint, toml
+from gluefl.storage import checkpoint, columns, toml
 from gluefl.storage.client_log import ClientLog
 from gluefl.storage.journal import ACCURACY, Journal
 from gluefl.storage.sealed import seal
@@ -101,7 +101,8 @@ class RunFolder:
         config = self.path / CONFIG
         if config.exists():
             self._check_configuration(config.read_text("utf-8", "replace"))
-        traces = [JOURNAL] if (self.path / JOURNAL).exists() and (self.path / JOURNAL).stat().st_size else []
+        journal = (self.path / JOURNAL, columns.path_of(self.path / JOURNAL))
+        traces = [path.name for path in journal if path.exists() and path.stat().st_size]
         traces += [name for name in (SUMMARY, MODEL, CHECKSUMS) if (self.path / name).exists()]
         stored = sorted((self.path / CHECKPOINT).glob("*.bin"))  # empty before the first round
         traces += [f"{CHECKPOINT}/{path.name}" for path in stored if path.stat().st_size]

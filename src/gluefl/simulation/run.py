@@ -84,12 +84,12 @@ def train(
     with resources(), explained(model, population, setting), ExitStack() as held:
         core = _core(module, strategy, chosen, setting, description)
         sim, state = held.enter_context(_simulation(core, module, population, setting, options))
-        folder, journal = None, Journal()
+        folder, journal = None, Journal(clients=options.journal_clients)
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
             folder = RunFolder(options.folder, description, identity, sim.stores, options.checkpoints_kept)
             held.enter_context(folder.locked(options.resume, state))
-            journal = Journal(options.folder / JOURNAL)
+            journal = Journal(options.folder / JOURNAL, options.journal_clients)
             state = folder.open(state, journal)
         check_shapes(module, population, setting)
         totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, evaluation.metric.score)

@@ -19,6 +19,7 @@ from gluefl.fleet import Arrivals, Devices, Instant
 from gluefl.parameters import Count, Finite, Has, NonNegativeCount, OneOf, OpenShare, Seed, checked
 from gluefl.populations import Population
 from gluefl.populations.held_out import SHARE, By, HeldOut
+from gluefl.storage.journal import ClientsForm
 from gluefl.strategies.hooks import Hook
 
 Rule = Annotated[LocalRule, Has(("rate", "batches", "steps_for", "exchanged", "kept"))]
@@ -105,6 +106,7 @@ class Options:
     checkpoints_kept: Count = 2  # the last ones, to go back to if a file is damaged
     checkpoint_at_end: bool = True  # so that a finished run can be given more rounds
     save_frozen: bool = False  # the model's file holds the frozen parameters, too
+    journal_clients: ClientsForm = "lines"  # in the lines of the journal, as "columns" in a binary file, or "none"
     residual_memory_bytes: NonNegativeCount = 3 * 10**8
     residual_device_bytes: NonNegativeCount | None = None  # on a GPU: a third of what is free
     residual_half: bool = False  # half precision rounds what clients remember

@@ -1,8 +1,8 @@
 """What the server knows of every client, in a file that only grows: a checkpoint adds the clients that changed.
 
 A process begins a file of its own, `clients-ROUND.bin`, at its first checkpoint, so that it never writes behind what a
-killed one left. An entry takes eight bytes; the last one of a client counts. The file grows more slowly than the
-journal, which names the same clients.
+killed one left. An entry takes eight bytes; the last one of a client counts. The file grows more slowly than a
+journal that names the same clients.
 """
 
 import re

@@ -4,17 +4,19 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gluefl import files
-from gluefl.errors import Damaged
+from gluefl.errors import Damaged, UsageError
 from gluefl.scores import Score
+from gluefl.storage import columns
 from gluefl.storage.sealed import seal, unseal
 
 Line = dict[str, Any]
+ClientsForm = Literal["lines", "columns", "none"]  # lists in every line, a file beside the journal, or left out
 SUMMED = (
     "down_bytes",
     "up_bytes",
@@ -32,10 +34,14 @@ ACCURACY = Score()
 
 
 class Journal:
-    """Lines in a file, or in memory if there is none. What was written is there after a crash."""
+    """Lines in a file, or in memory if there is none. What was written is there after a crash.
 
-    def __init__(self, path: Path | None = None) -> None:
-        self.path, self._in_memory = path, list[Line]()
+    `clients` says how the clients of lines to come are written; those of a file are read whatever form they have.
+    """
+
+    def __init__(self, path: Path | None = None, clients: ClientsForm = "lines") -> None:
+        self.path, self.clients, self._in_memory = path, clients, list[Line]()
+        self._end: int | None = None  # of the columns, once it is known
 
     @property
     def lines(self) -> list[Line]:
@@ -51,15 +57,24 @@ class Journal:
 
     def append(self, line: Line) -> None:
         """Add a line and flush it."""
+        if self.clients == "none":
+            line = {key: value for key, value in line.items() if key != "clients"}
         if self.path is None:
             self._in_memory.append(line)
             return
+        if self.clients == "columns" and "clients" in line:
+            if self._end is None:
+                self._end = _end_of_columns(self.path, self.count())
+            line = line | {"clients": columns.append(self.path, self._end, line["clients"])}
         with open(self.path, "ab") as file:
             file.write(seal(line))
+        self._end = columns.end_of(line) or self._end
 
     def sync(self) -> None:
         """Let what was written outlast a power failure too."""
         if self.path is not None and self.path.exists():
+            if (side := columns.path_of(self.path)).exists():  # first, because the lines rely on it
+                files.sync(side)
             with open(self.path, "ab") as file:
                 os.fsync(file.fileno())
             files.sync_folder(self.path.parent)
@@ -82,6 +97,8 @@ class Journal:
             if rounds:
                 with open(self.path, "rb") as source:
                     target.writelines(itertools.islice(source, rounds))
+        self._end = _end_of_columns(self.path, rounds)
+        columns.cut(self.path, self._end)
 
 
 def keep_rounds(path: Path, rounds: int) -> None:
@@ -95,10 +112,39 @@ def keep_rounds(path: Path, rounds: int) -> None:
                     target.write(text)
 
 
+def clients_of(line: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The clients of a line: a list per column."""
+    if "clients" not in line:
+        raise UsageError(
+            f"the journal of this run has no clients in round {line.get('round')}: it was written with "
+            '[journal] clients = "none". Run it again with "columns" or "lines".'
+        )
+    clients: dict[str, list[Any]] = line["clients"]
+    return clients
+
+
+def _end_of_columns(path: Path, rounds: int) -> int:
+    """Where the columns of the first rounds end."""
+    return max((columns.end_of(line) for line, _, _ in itertools.islice(written_lines(path), rounds)), default=0)
+
+
 def _whole_lines(path: Path) -> Iterator[tuple[Line, int, bool]]:
-    """Lines, their lengths in bytes and whether they have a checksum, up to the first that is damaged.
+    """Lines, their lengths in bytes and whether they have a checksum, up to the first that is damaged."""
+    with columns.reading(path) as file:
+        for line, length_bytes, is_sealed in written_lines(path):
+            try:
+                line = columns.resolved(line, file)
+            except ValueError:
+                return
+            yield line, length_bytes, is_sealed
+
+
+def written_lines(path: Path) -> Iterator[tuple[Line, int, bool]]:
+    """The same, but lines whose clients are columns hold the place of these.
 
     All lines of a journal have a checksum, or none."""
+    if not path.exists():
+        return
     with open(path, "rb") as file:
         kinds = set[bool]()
         for number, text in enumerate(file, 1):

@@ -14,6 +14,7 @@ from load.parts import Clock, cpu_s, watched
 from load.task import STRATEGIES, initial_model
 
 app = ServerApp()
+OTHERS = {"superlink": "superlink_s", "fleet": "nodes_s"}  # processes whose seconds are written down
 WAIT_S = 120.0  # for nodes, and for a round
 
 
@@ -27,7 +28,8 @@ def main(grid: Grid, context: Context) -> None:
     def note(round: int, arrays: ArrayRecord) -> None:
         """After each round, and before the first."""
         row = {"round": round, "clock_s": time.monotonic(), "server_s": time.process_time()}
-        rounds.append(row | {"superlink_s": cpu_s(int(config["superlink-pid"])), "parts_s": dict(clock.seconds)})
+        others = {name: cpu_s(int(config[f"{who}-pid"])) for who, name in OTHERS.items()}
+        rounds.append(row | others | {"parts_s": dict(clock.seconds)})
 
     strategy = GlueFLStrategy(
         Uniform(int(config["cohort"])),

@@ -3,10 +3,10 @@
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 
-from gluefl import GlueFL, Lean
+from gluefl import FedAvg, GlueFL, Lean
 
 PARAMETERS = 100_000
-STRATEGIES = {"lean": Lean(), "gluefl": GlueFL()}
+STRATEGIES = {"fedavg": FedAvg(), "lean": Lean(), "gluefl": GlueFL()}
 
 
 def initial_model(parameters: int) -> torch.nn.Module:

@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from gluefl.clients.remote.messages import Broadcast, Ended, Event, Failed, Kit,
 from gluefl.errors import GlueFLError, MissingExtra, UsageError
 
 PATIENCE_S = 600  # without any event
+ROOM_S = 60  # without any worker and any node that has room for one; Ray needs some 30 s to notice a dead machine
 KNOCK_S = 5  # for a connection to a cluster
+NODE_DIED = "the death of its node"
 STORE_BYTES = 2**30  # of a local cluster's object store, at most a third of the memory that is free
 
 
@@ -73,16 +76,19 @@ def _knock(address: str) -> None:
 
 def resources_of(ray: Any, gpu: bool, workers: int | None) -> tuple[int, dict[str, float]]:
     """How many workers run on the cluster, and what each of them reserves: a GPU and a core, or a core."""
-    total = ray.cluster_resources()
-    kind = "GPU" if gpu else "CPU"
-    room = int(total.get(kind, 0))
-    count = room if workers is None else workers
-    if not 0 < count <= room:
+    present = room(ray, "GPU" if gpu else "CPU")
+    count = present if workers is None else workers
+    if not 0 < count <= present:
         raise UsageError(
-            f"the Ray cluster has {room} {'GPUs' if gpu else 'cores'}, {max(1, count)} workers need one each: give "
+            f"the Ray cluster has {present} {'GPUs' if gpu else 'cores'}, {max(1, count)} workers need one each: give "
             "fewer --workers, or add nodes to the cluster."
         )
     return count, {"num_cpus": 0 if gpu else 1, "num_gpus": 1 if gpu else 0}
+
+
+def room(ray: Any, kind: str) -> int:
+    """How many GPUs or cores (`kind` GPU or CPU) the nodes have that live, as far as Ray knows."""
+    return int(ray.cluster_resources().get(kind, 0))
 
 
 class Actors:
@@ -91,6 +97,7 @@ class Actors:
     def __init__(self, ray: Any, kit: Kit, count: int, needs: dict[str, float]) -> None:
         self._ray, self.count = ray, count
         self._device = "cuda" if needs["num_gpus"] else "cpu"
+        self._kind = "GPU" if needs["num_gpus"] else "CPU"
         self._class = ray.remote(max_restarts=0, max_concurrency=1, **needs)(Actor)
         try:
             self._kit = ray.put((sys.path, ray.cloudpickle.dumps(kit)))
@@ -102,6 +109,7 @@ class Actors:
         self._model: Any = None
         self._actors: list[Any] = []
         self._pending: dict[Any, int] = {}  # by the reference of an answer, the worker that owes it
+        self._starting: set[int] = set()
         for worker in range(count):
             self._actors.append(None)
             self._start(worker)
@@ -121,9 +129,26 @@ class Actors:
         self._pending[self._actors[worker].train.remote(self._model, part)] = worker
 
     def events(self) -> list[tuple[int, Event]]:
-        """What the actors have answered."""
-        ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=PATIENCE_S)
-        return [(self._pending.pop(reference), self._event(reference)) for reference in ready]
+        """What the actors have answered. Raises an error if no actor is left and no node has room for another."""
+        ends = time.monotonic() + PATIENCE_S
+        while time.monotonic() < ends:
+            ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=ROOM_S)
+            if ready:
+                return [(self._answered(reference), self._event(reference)) for reference in ready]
+            present = room(self._ray, self._kind)
+            if len(self._starting) == self.count and not present:
+                raise GlueFLError(
+                    f"all workers have ended, and no node of the Ray cluster has a {self._kind} for another: the nodes "
+                    "have died or were removed. Add nodes to the cluster, then go on with --resume."
+                )
+            if len(self._starting) == len(self._pending) and present < self.count > len(self._starting):
+                break  # nobody trains, and those that have not started cannot: the others need not wait for them
+        return []
+
+    def _answered(self, reference: Any) -> int:
+        worker = self._pending.pop(reference)
+        self._starting.discard(worker)
+        return worker
 
     def _event(self, reference: Any) -> Event:
         errors = self._ray.exceptions
@@ -131,9 +156,12 @@ class Actors:
             event: Event = self._ray.get(reference)
             return event
         except errors.ActorDiedError as error:
-            return Ended(_reason(error))
-        except (errors.ActorUnavailableError, errors.ObjectLostError, errors.NodeDiedError) as error:
-            return Ended(type(error).__name__)
+            reason = _reason(error)
+            return Ended(reason, reason == NODE_DIED)
+        except errors.ActorUnavailableError:  # Ray does not know yet whether the node has died, too
+            return Ended("a node or a process that cannot be reached")
+        except (errors.ObjectLostError, errors.NodeDiedError):
+            return Ended(NODE_DIED, with_machine=True)
         except errors.RayTaskError as error:
             return Failed(RuntimeError(str(error).strip().splitlines()[-1]), str(error))
 
@@ -146,6 +174,7 @@ class Actors:
     def _start(self, worker: int) -> None:
         self._actors[worker] = self._class.remote(self._kit, self._device)
         self._pending[self._actors[worker].ready.remote()] = worker
+        self._starting.add(worker)
 
     def close(self) -> None:
         """End all actors."""
@@ -204,7 +233,8 @@ def _store_bytes() -> int:
 def _reason(error: Exception) -> str:
     text = str(error)
     reasons = (
-        ("NODE_DIED", "its node died"),
+        ("NODE_DIED", NODE_DIED),
+        ("its node has died", NODE_DIED),
         ("OOM", "its node had no memory left"),
         ("SYSTEM_ERROR", "its process was killed"),
         ("creation task", text.strip().splitlines()[-1]),

@@ -31,11 +31,15 @@ class RemoteEngine:
     _failed_starts: int = 0
 
     def wait_for_workers(self) -> None:
-        """Wait until all workers have started; raises the error of one that cannot."""
+        """Wait until all workers have started, or some have and the others do not for a long time; these are used
+        once they have started. Raises the error of one that fails."""
         while len(self._idle) < self.transport.count:
-            for worker, event in self._events():
+            events = list(self._events(may_be_none=bool(self._idle)))
+            if not events:
+                break
+            for worker, event in events:
                 if isinstance(event, Ended):
-                    self._replace(worker, has_started=False, reason=event.reason)
+                    self._replace(worker, event, has_started=False)
                 elif isinstance(event, Ready):
                     self._idle.append(worker)
 
@@ -62,7 +66,7 @@ class RemoteEngine:
                 for worker, event in self._events():
                     if isinstance(event, Ended):
                         lost = running.pop(worker, None)
-                        self._replace(worker, lost is not None or worker in self._idle, event.reason)
+                        self._replace(worker, event, lost is not None or worker in self._idle)
                         if lost is not None:
                             deaths[lost] = deaths.get(lost, 0) + 1
                             self._note(worker, lost, event.reason, deaths[lost])
@@ -95,9 +99,9 @@ class RemoteEngine:
         """End the workers."""
         self.transport.close()
 
-    def _events(self) -> Iterator[tuple[int, Ready | Done | Ended]]:
+    def _events(self, may_be_none: bool = False) -> Iterator[tuple[int, Ready | Done | Ended]]:
         events = self.transport.events()
-        if not events:
+        if not events and not may_be_none:
             raise GlueFLError(
                 "no worker has answered or started for a long time: see whether the cluster has the cores or GPUs that "
                 "the workers need, then go on with --resume."
@@ -109,10 +113,11 @@ class RemoteEngine:
                 self._failed_starts = 0
             yield worker, event
 
-    def _replace(self, worker: int, has_started: bool, reason: str) -> None:
-        self._failed_starts += not has_started
+    def _replace(self, worker: int, ended: Ended, has_started: bool) -> None:
+        # A machine that has died is offered workers until its death is noticed: that is no failure of theirs.
+        self._failed_starts += not has_started and not ended.with_machine
         if self._failed_starts >= MOST_DEATHS:
-            raise GlueFLError(f"{MOST_DEATHS} workers ended before they had started, the last by {reason}.")
+            raise GlueFLError(f"{MOST_DEATHS} workers ended before they had started, the last by {ended.reason}.")
         self._idle = [other for other in self._idle if other != worker]
         self.transport.replace(worker)
 

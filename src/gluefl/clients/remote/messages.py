@@ -140,9 +140,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Ended:
-    """A worker has died."""
+    """A worker has died, by itself or with its machine."""
 
     reason: str
+    with_machine: bool = False
 
 
 Event = Ready | Done | Failed | Ended

@@ -84,8 +84,9 @@ def results(folders: Iterable[Path]) -> list[dict[str, Any]]:
 
 def table(studies: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: a claim, its range, and the verdict with its number in every setting that was studied."""
-    settings = list(dict.fromkeys(str(study["setting"]) for study in studies))
-    by_key = {(study["study"], str(study["setting"])): study for study in studies}
+    named = {claim.study for claim in claims()}
+    by_key = {(study["study"], str(study["setting"])): study for study in studies if study["study"] in named}
+    settings = list(dict.fromkeys(setting for _, setting in by_key))
     rows = []
     for claim in claims():
         cells = [_words(claim, by_key.get((claim.study, setting))) for setting in settings]

@@ -14,6 +14,7 @@ from gluefl.experiments.studies.measures import MEASURES, Form, common_target
 from gluefl.experiments.windows import remark, window
 from gluefl.fleet import Fleet
 from gluefl.scores import Score
+from gluefl.storage.journal import clients_of
 
 AT_TARGET = {"rounds", "download", "total", "download_time", "total_time"}  # measures up to the target
 SKIPPED = ((1, 1), (2, 2), (3, 5), (6, 10), (11, 20), (21, 50), (51, None))  # rounds since the last download
@@ -141,7 +142,7 @@ def _downloaded(run: Run, first: int, last: int | None) -> float | None:
     shares = [
         size / run.model_bytes
         for line in run.lines
-        for age, size in zip(line["clients"]["staleness"], line["clients"]["down_bytes"])
+        for age, size in zip(clients_of(line)["staleness"], clients_of(line)["down_bytes"])
         if age is not None and age >= first and (last is None or age <= last)
     ]
     return statistics.fmean(shares) if shares else None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gluefl.config import validated
 from gluefl.experiments.runs import Run, nested
 from gluefl.scores import Score
-from gluefl.storage.journal import Line, mean_accuracy
+from gluefl.storage.journal import Line, clients_of, mean_accuracy
 
 Form = Literal["count", "number", "percent", "volume", "duration", "seconds", "speed"]
 FAR_BELOW = 0.6  # a run that stays below this share of the best accuracy does not set the common target
@@ -49,7 +49,7 @@ def speed_percentiles(run: Run) -> NDArray[np.float64]:
     from gluefl.simulation.build import build_devices
 
     config = validated(nested(run.config))
-    clients = config.population.clients or 1 + max(max(line["clients"]["id"]) for line in run.lines)
+    clients = config.population.clients or 1 + max(max(clients_of(line)["id"]) for line in run.lines)
     devices = build_devices(config, clients)
     assert isinstance(devices, Fleet)
     samples = config.training.batch * (config.training.steps or 10)
@@ -62,7 +62,7 @@ def speed_percentiles(run: Run) -> NDArray[np.float64]:
 
 def client_speeds(run: Run, fate: str | None) -> NDArray[np.float64]:
     """Speed percentiles of the clients with this fate, or of all invited clients, one entry per invitation."""
-    tables = [line["clients"] for line in run.lines]
+    tables = [clients_of(line) for line in run.lines]
     invitations = [pair for table in tables for pair in zip(table["id"], table["fate"])]
     chosen = [client for client, outcome in invitations if fate is None or outcome == fate]
     return speed_percentiles(run)[np.array(chosen, np.int64)]

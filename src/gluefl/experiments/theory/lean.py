@@ -15,6 +15,7 @@ from gluefl.core.recurrence import VERSIONS
 from gluefl.errors import UsageError
 from gluefl.experiments.theory.staleness import Floats, entropy
 from gluefl.parameters import Count, Decay, NonNegativeCount, OpenShare, Positive, Share, checked
+from gluefl.storage.journal import clients_of
 from gluefl.strategies.lean import Lean
 from gluefl.wire.compact import HEADER_BYTES
 from gluefl.wire.rotated import rotated_codec
@@ -188,7 +189,7 @@ def _packages(lines: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[int, int]]
     invited: set[int] = set()
     returning, newcomers = list[tuple[int, int]](), list[tuple[int, int]]()
     for number, line in enumerate(lines):
-        clients = line["clients"]
+        clients = clients_of(line)
         for client, age, size in zip(clients["id"], clients["staleness"], clients["down_bytes"]):
             if age and number >= len(lines) // 2:
                 (returning if client in invited else newcomers).append((age, size))

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from gluefl.core.sampling import Sampler, Sticky, Uniform, extra_invitations
 from gluefl.errors import UsageError
+from gluefl.storage.journal import clients_of
 
 Floats = NDArray[np.float64]
 PlannedRounds = Annotated[int, Field(ge=1, le=10**6)]  # each is an entry of an array
@@ -85,7 +86,8 @@ def measured_share(lines: Sequence[dict[str, Any]], model_bytes: int, rounds: in
     """The mean download after 1, 2, … rounds according to a journal, interpolated where it has no value."""
     sums: dict[int, list[float]] = {}
     for line in lines:
-        for age, size in zip(line["clients"]["staleness"], line["clients"]["down_bytes"]):
+        clients = clients_of(line)
+        for age, size in zip(clients["staleness"], clients["down_bytes"]):
             if age:
                 sums.setdefault(age, []).append(size / model_bytes)
     if not sums:
