@@ -21,7 +21,6 @@ from gluefl.wire.values import float_bytes, floats
 
 WEIGHTS, UPDATES = b"\0", b"\1"
 LARGEST_PARAMETER = 30
-SHORTEST = 5  # bytes of an update in the table
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,18 @@ class Plan(NamedTuple):
 
     counts: Tensor
     parameters: Tensor
+    gap_bytes: Tensor
     gaps: Tensor
     plus: Tensor
     length: int
+
+
+class Record(NamedTuple):
+    """One update as it is read."""
+
+    magnitude: np.float32
+    plus: np.ndarray
+    places: np.ndarray | slice
 
 
 @dataclass(frozen=True)
@@ -78,38 +86,40 @@ class TernaryUpdates:
         if plan is None:
             return WEIGHTS + float_bytes(update.values)
         assert self.updates is not None
-        partial = (plan.counts < update.count).cpu().numpy()
-        counts, parameters = plan.counts.cpu().numpy(), plan.parameters.cpu().numpy()
-        head = bytearray(UPDATES + rice.varint(len(counts)))
+        counts, parameters, gap_bytes = plan.counts.tolist(), plan.parameters.tolist(), plan.gap_bytes.tolist()
+        gaps, plus = plan.gaps.cpu().numpy(), plan.plus.cpu().numpy()
+        data, at = bytearray(UPDATES), 0
         for i, magnitude in enumerate(self.updates.magnitudes.tolist()):
-            head += struct.pack("<f", magnitude) + rice.varint(int(counts[i] * partial[i]))
-            head += bytes([int(parameters[i])] * bool(partial[i]))
-        signs = np.packbits(plan.plus.cpu().numpy(), bitorder="little").tobytes()
-        gaps = plan.gaps.cpu().numpy()[np.repeat(partial, counts)]
-        return bytes(head) + signs + rice.encode_streams([(rice.Coded(counts * partial, parameters), gaps)])
+            here, at = slice(at, at + counts[i]), at + counts[i]
+            data += struct.pack("<f", magnitude)
+            if counts[i] == update.count:
+                data += rice.varint(0) + _packed(plus[here])
+                continue
+            coded = rice.Coded(np.array([counts[i]]), np.array([parameters[i]]))
+            data += rice.varint(counts[i]) + bytes([parameters[i]]) + rice.varint(gap_bytes[i])
+            data += _packed(plus[here]) + rice.encode_streams([(coded, gaps[here])])
+        return bytes(data)
 
     def decode(self, data: memoryview, positions: Tensor) -> Tensor:
-        """The weights after the updates, or `WireError`."""
-        form, data, count = bytes(data[:1]), data[1:], positions.numel()
+        """The weights after the updates, or `WireError`. Updates are read one after the other, in little memory."""
+        form, rest, count = bytes(data[:1]), data[1:], positions.numel()
         if form == WEIGHTS:
-            return floats(data, count)
+            return floats(rest, count)
         if form != UPDATES:
             raise WireError(f"the form {form.hex() or 'of no bytes'} of weights is unknown")
         if self.held is None:
             raise WireError("updates were sent, which only a client that holds an earlier version can apply")
-        try:
-            counts, parameters, magnitudes, rest = _read_table(data, count)
-        except (IndexError, struct.error):
-            raise WireError(f"the table of updates is longer than the {len(data)} bytes that were found") from None
-        sign_bytes = -(-int(counts.sum()) // 8)
-        if len(rest) < sign_bytes:
-            raise WireError(f"{sign_bytes} bytes of signs were expected, {len(rest)} were found")
-        plus = np.unpackbits(np.frombuffer(rest[:sign_bytes], np.uint8), bitorder="little")
-        if plus[counts.sum() :].any():
-            raise WireError("the padding of the signs is not zero")
-        partial = counts < count
-        (gaps,) = rice.decode_streams([rice.Coded(counts * partial, parameters)], rest[sign_bytes:])
-        return _added(self.held.cpu()[positions].numpy(), counts, magnitudes, plus, gaps)
+        if not rest:
+            raise WireError("no update was found")
+        values = self.held.cpu()[positions].numpy()
+        while rest:
+            try:
+                record, rest = _read(rest, count)
+            except (IndexError, struct.error):
+                raise WireError("an update is cut off") from None
+            with np.errstate(over="ignore"):  # who uses the weights refuses what is not finite
+                values[record.places] += np.where(record.plus, record.magnitude, -record.magnitude)
+        return torch.from_numpy(values)
 
     def _plan(self, update: Sparse) -> Plan | None:
         """What to write of the updates, None if the weights are shorter."""
@@ -124,53 +134,42 @@ class TernaryUpdates:
         segments = kind(torch.searchsorted(places, bounds), places.numel())
         gaps, counts = rice.gaps_of(places, bounds[:-1], segments), segments.counts
         parameters, bits = rice.best_parameters(gaps, segments, LARGEST_PARAMETER)
-        partial = (counts < size).long()
-        head = (4 + rice.varint_bytes(counts * partial) + partial).sum()
-        body = (counts.sum() + 7) // 8 + ((bits * partial).sum() + 7) // 8
-        length = 1 + len(rice.varint(updates)) + int(head + body)
+        gap_bytes, partial = (bits + 7) // 8, counts < size
+        of_gaps = rice.varint_bytes(counts) + 1 + rice.varint_bytes(gap_bytes) + gap_bytes
+        length = 1 + int((4 + torch.where(partial, of_gaps, 1) + (counts + 7) // 8).sum())
         if length >= self.longest(size):
             return None
-        return Plan(counts, parameters * partial, gaps, flat[places] > 0, length)
+        return Plan(counts, parameters, gap_bytes, gaps, flat[places] > 0, length)
 
 
-def _read_table(data: memoryview, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, memoryview]:
-    """Counts, parameters and magnitudes of the updates, and what follows them."""
-    updates, at = rice.read_varint(data, 0)
-    if not 0 < updates * SHORTEST <= len(data):
-        raise WireError(f"{updates} updates are announced in {len(data)} bytes")
-    counts, parameters = np.zeros(updates, np.int64), np.zeros(updates, np.int64)
-    magnitudes = np.zeros(updates, np.float32)
-    for i in range(updates):
-        magnitudes[i] = struct.unpack_from("<f", data, at)[0]
-        counts[i], at = rice.read_varint(data, at + 4)
-        if counts[i]:
-            parameters[i], at = data[at], at + 1
-        if counts[i] >= count or parameters[i] > LARGEST_PARAMETER:
-            raise WireError(f"{counts[i]} of {count} positions with parameter {parameters[i]} are announced")
-    if not np.isfinite(magnitudes).all() or np.signbit(magnitudes).any():
+def _packed(plus: np.ndarray) -> bytes:
+    return np.packbits(plus, bitorder="little").tobytes()
+
+
+def _read(data: memoryview, size: int) -> tuple[Record, memoryview]:
+    """The update that the data begin with, of some of `size` positions or of all, and what follows it."""
+    magnitude = np.float32(struct.unpack_from("<f", data)[0])
+    if not np.isfinite(magnitude) or np.signbit(magnitude):
         raise WireError("a magnitude is negative or not finite")
-    return np.where(counts > 0, counts, count), parameters, magnitudes, data[at:]
-
-
-def _added(
-    values: np.ndarray, counts: np.ndarray, magnitudes: np.ndarray, plus: np.ndarray, gaps: np.ndarray
-) -> Tensor:
-    """Weights after updates, added in their order: other orders round to other floats."""
-    sign, gap = 0, 0
-    for update_count, magnitude in zip(counts.tolist(), magnitudes):
-        signed = np.where(plus[sign : sign + update_count], magnitude, -magnitude)
-        sign += update_count
-        if update_count == values.size:
-            _add(values, slice(None), signed)
-            continue
-        places = np.cumsum(gaps[gap : gap + update_count].astype(np.int64) + 1) - 1
-        gap += update_count
-        if places[-1] >= values.size:
-            raise WireError(f"a position lies outside the {values.size} that were sent")
-        _add(values, places, signed)
-    return torch.from_numpy(values)
-
-
-def _add(values: np.ndarray, places: np.ndarray | slice, signed: np.ndarray) -> None:
-    with np.errstate(over="ignore"):  # who uses the weights refuses what is not finite
-        values[places] += signed
+    count, at = rice.read_varint(data, 4)
+    parameter = gap_bytes = 0
+    if count:
+        parameter = data[at]
+        gap_bytes, at = rice.read_varint(data, at + 1)
+    if count >= size or parameter > LARGEST_PARAMETER:
+        raise WireError(f"{count} of {size} positions with parameter {parameter} are announced")
+    signs_end = at + -(-(count or size) // 8)
+    if signs_end + gap_bytes > len(data):
+        raise WireError(f"an update of {signs_end + gap_bytes} bytes is cut off after {len(data)}")
+    plus = np.unpackbits(np.frombuffer(data[at:signs_end], np.uint8), bitorder="little")
+    if plus[count or size :].any():
+        raise WireError("the padding of the signs is not zero")
+    rest = data[signs_end + gap_bytes :]
+    if not count:
+        return Record(magnitude, plus[:size], slice(None)), rest
+    coded = rice.Coded(np.array([count]), np.array([parameter]))
+    (gaps,) = rice.decode_streams([coded], data[signs_end : signs_end + gap_bytes])
+    places = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    if places[-1] >= size:
+        raise WireError(f"a position lies outside the {size} that were sent")
+    return Record(magnitude, plus[:count], places), rest
