@@ -183,14 +183,18 @@ def golden() -> tuple[wire.Body, torch.Tensor]:
     return wire.Body(update, torch.tensor([0.5, -3.0]), none, True, TernaryUpdates(updates)), held
 
 
+def message() -> bytes:
+    """The golden file."""
+    return (plain.GOLDEN / "package-updates.bin").read_bytes()
+
+
 def test_golden_file() -> None:
     body, held = golden()
-    path = plain.GOLDEN / "package-updates.bin"
     header = plain.header_of(body, version=3)
     data = wire.encode(header, wire.encode_body(body), 40, 2, body.codec)
     if "GLUEFL_WRITE_GOLDEN" in os.environ:
-        path.write_bytes(data)
-    assert data == path.read_bytes() and len(data) == wire.measure(body)
+        (plain.GOLDEN / "package-updates.bin").write_bytes(data)
+    assert data == message() and len(data) == wire.measure(body)
     expected = replace(plain.expected(body), codec=TernaryUpdates()).holding(held)
     found_header, found = wire.decode(data, expected)
     assert found_header == header

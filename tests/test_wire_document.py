@@ -202,7 +202,7 @@ def assert_read_alike(data: bytes, body: wire.Body) -> None:
 
 def test_updates_are_read_and_refused_alike() -> None:
     body, held = test_updates.golden()
-    golden = (ours.GOLDEN / "package-updates.bin").read_bytes()
+    golden = test_updates.message()
     inside = golden[wire.HEADER_BYTES :]
     variants = [golden] + [
         ours.with_body(golden, inside[:at] + bytes([new]) + inside[at + 1 :])
@@ -215,7 +215,7 @@ def test_updates_are_read_and_refused_alike() -> None:
         try:
             found = wire.decode(variant, expected)[1].update
         except WireError:
-            with pytest.raises(ValueError):
+            with pytest.raises((ValueError, zstandard.ZstdError)):
                 read(*arguments)
             continue
         accepted += 1
@@ -228,7 +228,7 @@ def test_updates_are_read_and_refused_alike() -> None:
 def test_the_example_of_updates() -> None:
     listing = PAGE.split("#### Updates (codec 8)")[1].split("```")[1]
     shown = b"".join(bytes.fromhex(line[:30]) for line in listing.splitlines())
-    golden = (ours.GOLDEN / "package-updates.bin").read_bytes()
+    golden = test_updates.message()
     assert shown in golden and len(shown) == int.from_bytes(golden[-16 - 8 - len(shown) - 8 :][:8], "little")
 
 
