@@ -28,6 +28,7 @@ from runs import small_run
 STRATEGIES = [
     FedAvg(),
     STC(compensation="plain", server_feedback=True),
+    STC(compensation="plain", server_feedback=True, ternary=True, cached_updates=2),
     APF(0.5, 2, 0.5, tighten_at=0.01),
     GlueFL(),
 ]

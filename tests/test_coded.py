@@ -29,6 +29,7 @@ from test_replicas import lose
 
 CLIENTS = 40
 STC_OF_ITS_AUTHORS = STC(0.1, "plain", server_feedback=True, ternary=True)
+STC_WITH_UPDATES = replace(STC_OF_ITS_AUTHORS, cached_updates=3)
 CODED = [
     *(Coded(FedAvg(), package, "rotated") for package in ("float32", "float16", "int8", "int4")),
     *(Coded(FedAvg(), "int4", upload) for upload in ("float16", "int8", "int4")),
@@ -37,6 +38,7 @@ CODED = [
     Coded(STC(0.2, "rescaled"), "float16", "int4"),
     Coded(APF(0.3, 2, 0.5), "float16", "int8"),
     STC_OF_ITS_AUTHORS,
+    STC_WITH_UPDATES,
     Coded(STC_OF_ITS_AUTHORS, "float16"),
 ]
 sizes = st.sampled_from([0, 1, 2, 255, 256, 257, 700])

@@ -47,6 +47,10 @@ from stubs import Blobs, mlp
 STRATEGIES = {
     "fedavg": {"strategy": FedAvg(), "server": Server(0.7, 0.9)},
     "stc": {"strategy": STC(compensation="plain", server_feedback=True), "sampler": Uniform(4)},
+    "stc, updates": {
+        "strategy": STC(compensation="plain", server_feedback=True, ternary=True, cached_updates=3),
+        "sampler": Uniform(4),
+    },
     "apf": {
         "strategy": APF(0.5, 2, 0.5, tighten_at=0.2),
         "sampler": Uniform(4, "equal", 1.5),

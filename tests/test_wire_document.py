@@ -8,6 +8,7 @@ import hashlib
 import re
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 import zstandard
 from hypothesis import given
 
+import test_updates
 import test_wire as ours
 from gluefl import wire
 from gluefl.errors import WireError
@@ -47,8 +49,8 @@ def need(condition):
         raise ValueError("malformed")
 
 
-def read(data, run, layout, d, s, kind, known_mask=None):
-    need(104 <= len(data) <= 104 + 4 * 16 + 4 * (d + s) + 2 * (d // 4 + 1024))
+def read(data, run, layout, d, s, kind, known_mask=None, held=None):
+    need(104 <= len(data) <= 104 + 4 * 16 + 4 * (d + s) + 2 * (d // 4 + 1024) + (held is not None))
     header, body = fields(data, HEADER), data[104:]
     need(header["magic"] == b"GLUE" and header["header_sum"] == zlib.crc32(data[:100]))
     found = [header[name] for name in ("format", "kind", "precision", "run", "layout", "size", "statistics")]
@@ -75,6 +77,11 @@ def read(data, run, layout, d, s, kind, known_mask=None):
     else:
         chosen = mask.copy()
         chosen[~mask] = read_set(sent, d - int(mask.sum()))
+    if held is not None:
+        part = floats[0]
+        need((part["codec"], part["relation"], part["count"]) == (8, 0, int(chosen.sum())))
+        weights = read_updates(part["data"], held[chosen])
+        floats[0] = {**part, "codec": 0, "bytes": weights.nbytes, "data": weights.tobytes()}
     for part, count in zip(floats, (int(chosen.sum()), s)):
         need((part["codec"], part["relation"], part["count"], part["bytes"]) == (0, 0, count, 4 * count))
     values, statistics = (np.frombuffer(part["data"], "<f4") for part in floats)
@@ -114,6 +121,62 @@ def read_set(part, n):
     return chosen
 
 
+def read_updates(data, weights):
+    """Codec 8: the weights themselves, or the updates that are added to those of the client."""
+    n = weights.size
+    need(data and n <= 8 * len(data) <= 8 * (1 + 4 * n) and data[0] <= 1)
+    data, form = data[1:], data[0]
+    if form == 0:
+        need(len(data) == 4 * n)
+        return np.frombuffer(data, "<f4")
+    weights = weights.astype("<f4")
+    need(data)
+    while data:
+        need(len(data) >= 4)
+        magnitude, (count, data) = np.frombuffer(data[:4], "<f4")[0], read_varint(data[4:])
+        need(np.isfinite(magnitude) and not np.signbit(magnitude) and count < n)
+        k, size = 0, 0
+        if count:
+            need(data and data[0] <= 30)
+            k, (size, data) = data[0], read_varint(data[1:])
+        sent = count or n
+        need(-(-sent // 8) + size <= len(data))
+        signs, codes = bits_of(data[: -(-sent // 8)]), bits_of(data[-(-sent // 8) :][:size])
+        data = data[-(-sent // 8) + size :]
+        need(not any(signs[sent:]))
+        places = read_gaps(codes, count, k, n) if count else range(n)
+        for place, plus in zip(places, signs):
+            weights[place] += magnitude if plus else -magnitude
+    return weights
+
+
+def read_gaps(bits, count, k, n):
+    quotients, entry, places = bits[count * k :], -1, []
+    need(count * k <= len(bits) and sum(quotients) == count)
+    for i in range(count):
+        quotient = quotients.index(1)
+        quotients = quotients[quotient + 1 :]
+        entry += 1 + (quotient << k) + sum(bit << j for j, bit in enumerate(bits[i * k : i * k + k]))
+        need(entry < n)
+        places.append(entry)
+    need(len(quotients) < 8)
+    return places
+
+
+def read_varint(data):
+    number = 0
+    for i in range(5):
+        need(i < len(data))
+        number |= (data[i] & 127) << 7 * i
+        if data[i] < 128:
+            return number, data[i + 1 :]
+    raise ValueError("malformed")
+
+
+def bits_of(data):
+    return [byte >> i & 1 for byte in data for i in range(8)]
+
+
 # --- against ours -----------------------------------------------------------------------------------------
 
 
@@ -135,6 +198,38 @@ def assert_read_alike(data: bytes, body: wire.Body) -> None:
     assert np.array_equal(positions, decoded.update.positions.numpy())
     assert values.tobytes() == decoded.update.values.numpy().tobytes()  # bits: NaN included
     assert statistics.tobytes() == decoded.statistics.numpy().tobytes()
+
+
+def test_updates_are_read_and_refused_alike() -> None:
+    body, held = test_updates.golden()
+    golden = test_updates.message()
+    inside = golden[wire.HEADER_BYTES :]
+    variants = [golden] + [
+        ours.with_body(golden, inside[:at] + bytes([new]) + inside[at + 1 :])
+        for at in range(len(inside))
+        for new in (*range(9), 0x1F, 0x7F, 0x80, 0xFF, inside[at] ^ 1, inside[at] ^ 0x10)
+    ]
+    expected, accepted = replace(ours.expected(body), codec=body.codec).holding(held), 0
+    for variant in variants:
+        arguments = variant, ours.RUN, ours.LAYOUT, 40, 2, wire.PACKAGE, None, held.numpy()
+        try:
+            found = wire.decode(variant, expected)[1].update
+        except WireError:
+            with pytest.raises((ValueError, zstandard.ZstdError)):
+                read(*arguments)
+            continue
+        accepted += 1
+        _, _, positions, values, _ = read(*arguments)
+        assert np.array_equal(positions, found.positions.numpy())
+        assert values.tobytes() == found.values.numpy().tobytes()
+    assert len(inside) < accepted < len(variants) - len(inside)
+
+
+def test_the_example_of_updates() -> None:
+    listing = PAGE.split("#### Updates (codec 8)")[1].split("```")[1]
+    shown = b"".join(bytes.fromhex(line[:30]) for line in listing.splitlines())
+    golden = test_updates.message()
+    assert shown in golden and len(shown) == int.from_bytes(golden[-16 - 8 - len(shown) - 8 :][:8], "little")
 
 
 def test_the_tables_of_the_page_are_complete() -> None:

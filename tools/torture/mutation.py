@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+import test_updates as updates
 import test_wire as plain
 import test_wire_document_lean as lean
 from gluefl import wire
@@ -24,7 +25,13 @@ LARGE = 10**7  # weights of the model for which memory is measured
 NUMBERS = (0, 1, 2, 3, 7, 8, 39, 40, 41, 127, 128, 255, 256, 4000, 65535, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**63)
 
 
-FORMATS = {"float16": "half precision", "int": "block integers", "signs": "ternary", "": "masks and sparse float32"}
+FORMATS = {
+    "float16": "half precision",
+    "int": "block integers",
+    "signs": "ternary",
+    "updates": "ternary updates",
+    "": "masks and sparse float32",
+}
 
 
 class Subject(Protocol):
@@ -114,6 +121,9 @@ def seeds() -> dict[str, Seed]:
     for name, body in coded_bodies().items():
         data = wire.encode(plain.header_of(body), wire.encode_body(body), body.update.size, 2, body.codec)
         messages[name] = Seed(data, replace(plain.expected(body), codec=body.codec), format_of(name))
+    body, held = updates.golden()
+    expected = replace(plain.expected(body), codec=body.codec).holding(held)
+    messages["package-updates"] = Seed(updates.message(), expected, format_of("package-updates"))
     return messages
 
 

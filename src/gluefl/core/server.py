@@ -21,11 +21,12 @@ from gluefl.core.register import MOST_CLIENTS
 from gluefl.core.sampling import Group, Pool, Sampler
 from gluefl.errors import UsageError
 from gluefl.randomness import stream
-from gluefl.strategies import Space, Strategy, Traits, Upload
+from gluefl.strategies import KeepsUpdates, Space, Strategy, Traits, Upload
 from gluefl.strategies.hooks import Hook, hooked_sum
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Masked, Sparse, nothing, whole
+from gluefl.wire.updates import TernaryUpdates
 
 # How a client comes to version 0: it downloads the model, or it knows the initial model, from the seed or with the app.
 Initial = Literal["download", "known"]
@@ -153,14 +154,26 @@ def bodies_for(
 ) -> dict[int | None, wire.Body]:
     """What a client misses, for each version that clients hold."""
     traits = core.traits
-    codec, vector = traits.package_codec, traits.vector(state.weights, state.statistics)
-    statistics = traits.beside(state.statistics)
+    vector, statistics = traits.vector(state.weights, state.statistics), traits.beside(state.statistics)
     return {
         base: wire.Body(
-            Masked(_missing(core, state, base, vector), vector), statistics, shared, True, codec, core.origin
+            Masked(_missing(core, state, base, vector), vector),
+            statistics,
+            shared,
+            True,
+            _codec(core, state, base),
+            core.origin,
         )
         for base in sorted(set(bases), key=lambda base: -1 if base is None else base)
     }
+
+
+def _codec(core: Core, state: State, base: int | None) -> wire.ValueCodec | wire.BodyCodec:
+    """The codec of a package; one that sends updates is given those that a client misses."""
+    codec, strategy = core.traits.package_codec, core.strategy
+    if base is None or not isinstance(codec, TernaryUpdates) or not isinstance(strategy, KeepsUpdates):
+        return codec
+    return codec.sending(strategy.updates(state.strategy, base))
 
 
 def _missing(core: Core, state: State, base: int | None, vector: Tensor) -> Mask:

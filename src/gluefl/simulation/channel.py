@@ -81,8 +81,9 @@ class Encoded:
     def deliver(self, client: int, parcel: Parcel) -> None:
         """Decode the package and patch the client's replica; `apply` compares the hashes."""
         assert parcel.data is not None
-        header, body = wire.decode(parcel.data, self.core.expected(wire.PACKAGE))
-        held = self.replicas.get(client) or self._first(header.base)
+        held = self.replicas.get(client) or self._first(parcel.header.base)
+        weights = torch.zeros(self.core.layout.size) if held is None else held.weights
+        header, body = wire.decode(parcel.data, self.core.expected(wire.PACKAGE).holding(weights))
         if held is not None:
             self.replicas[client] = held.apply(header, body)
 

@@ -19,6 +19,7 @@ from gluefl.vectors.layout import Layout, Part
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse, add_all
 from gluefl.wire.bodies import BodyCodec
+from gluefl.wire.updates import Updates
 from gluefl.wire.values import FLOAT32, ValueCodec
 
 CPU = torch.device("cpu")
@@ -206,6 +207,15 @@ def weighted_sum(uploads: Sequence[Upload], space: Space) -> Tensor:
         return uploads.total
     total = torch.zeros(space.size, device=space.device)
     return add_all(total, [upload.update for upload in uploads], [upload.weight for upload in uploads])
+
+
+@runtime_checkable
+class KeepsUpdates(Protocol):
+    """A strategy that keeps the updates of the last rounds, for packages with the codec `TernaryUpdates`."""
+
+    def updates(self, state: Any, base: int) -> Updates | None:
+        """Server: the updates of all versions after this one, None if some of them are not kept."""
+        ...
 
 
 @runtime_checkable

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from gluefl.parameters import Has, checked
-from gluefl.strategies import Space, Strategy, Task, Traits, Upload
+from gluefl.strategies import KeepsUpdates, Space, Strategy, Task, Traits, Upload
 from gluefl.strategies.fedavg import FedAvg
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.rotation import SHORTEST, Rotated
 from gluefl.vectors.sparse import Masked, Sparse, whole
 from gluefl.wire.blocks import BlockIntegers, rounded, rounded_whole
 from gluefl.wire.ternary import Signs
+from gluefl.wire.updates import Updates
 from gluefl.wire.values import FLOAT16, FLOAT32, ValueCodec, halved
 
 Package = Literal["float32", "float16", "int8", "int4"]
@@ -140,6 +141,10 @@ class Coded:
         # What the server adds to the model: the published vector here must have the same bits.
         update = _at(change, self._rounded(latent, state.published) - state.published)
         return CodedState(inner, latent, update.add_to(state.published.clone())), update
+
+    def updates(self, state: Any, base: int) -> Updates | None:
+        """Those that the strategy inside keeps; it then has a codec of its own for packages."""
+        return self.strategy.updates(self._inner(state), base) if isinstance(self.strategy, KeepsUpdates) else None
 
     def _inner(self, state: Any) -> Any:
         return state.inner if self.package != "float32" else state

@@ -1,26 +1,43 @@
 """STC: Sattler et al., Robust and Communication-Efficient Federated Learning, 2019.
 
 By default Algorithm 1 of the GlueFL paper: top-q on the clients and top-q on the server, values as they are. The
-original has ternary values, a sign times one magnitude, and feeds both compression errors back:
-`STC(ternary=True, compensation="plain", server_feedback=True)`. Its clients download the sums of the updates that they
-missed; here, as with every strategy, they download the weights that changed. Its positions are gaps in Golomb code;
-here they have the codecs of all strategies.
+original has ternary values, a sign times one magnitude, feeds both compression errors back, and its clients download
+the updates that they missed: `STC(0.01, "plain", server_feedback=True, ternary=True, cached_updates=50)`. Without
+`cached_updates` clients download the weights that changed, as with every strategy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gluefl.parameters import Share, checked
+from gluefl.parameters import NonNegativeCount, Share, checked
 from gluefl.strategies import Space, Task, Traits, Upload, plain_sum, weighted_sum
 from gluefl.strategies.compensation import Compensation, compensate, remember
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.selection import counts, top
 from gluefl.vectors.sparse import Masked, Sparse, part_of
 from gluefl.wire.ternary import Signs
+from gluefl.wire.updates import TernaryUpdates, Updates
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The updates of the last rounds, a byte for every coordinate of each."""
+
+    signs: Tensor  # of `Updates`
+    magnitudes: Tensor
+    rounds: tuple[int, ...] = ()  # of the updates; a round without uploads has none
+    since: int = 0  # the version after which nothing is missing here
+
+    def with_update(self, update: Sparse, round: int, most: int) -> "Cache":
+        """The cache after a round, with the newest `most` updates."""
+        signs = torch.cat([self.signs, _signs(update).unsqueeze(0)])[-most:]
+        magnitudes = torch.cat([self.magnitudes, _magnitude(update)])[-most:]
+        dropped = self.rounds[0] if len(self.rounds) == most else self.since
+        return Cache(signs, magnitudes, (*self.rounds, round)[-most:], dropped)
 
 
 @dataclass(frozen=True)
@@ -29,6 +46,7 @@ class STCState:
 
     space: Space
     residual: Tensor | None = None
+    cache: Cache | None = None
 
 
 @checked
@@ -41,14 +59,27 @@ class STC:
     server_feedback: bool = False
     scope: Literal["vector", "tensor"] = "vector"
     ternary: bool = False  # every value of an update becomes its sign times the mean magnitude of all of them
+    cached_updates: NonNegativeCount = 0  # how many rounds clients may miss and still download the updates
+
+    def problems(self) -> Iterator[str]:
+        """Updates are shorter than weights only if they are ternary."""
+        if self.cached_updates and not self.ternary:
+            yield f"cached_updates = {self.cached_updates} needs ternary = true"
 
     def traits(self, space: Space) -> Traits:
-        """Values travel as float32, ternary ones of uploads as signs and one magnitude."""
+        """Values travel as float32, ternary ones of uploads as signs and one magnitude. An optimiser may not change an
+        update that is kept for later downloads."""
+        if self.cached_updates:
+            return Traits(Signs(), TernaryUpdates(), optimizer_acts_on="sum", optimizer_may_remember=False)
         return Traits(upload_codec=Signs()) if self.ternary else Traits()
 
     def init(self, space: Space, initial: Tensor) -> tuple[STCState, Tensor]:
         """Nothing left out yet."""
-        return STCState(space, torch.zeros_like(initial) if self.server_feedback else None), initial
+        residual = torch.zeros_like(initial) if self.server_feedback else None
+        if not self.cached_updates:
+            return STCState(space, residual), initial
+        signs = torch.zeros(0, initial.numel(), dtype=torch.int8, device=initial.device)
+        return STCState(space, residual, Cache(signs, initial[:0])), initial
 
     def mask(self, state: STCState, round: int) -> Mask:
         """Nothing is known to both sides."""
@@ -81,7 +112,17 @@ class STC:
         if state.residual is not None:
             rest = update.add_to(total.clone(), -1) if self.ternary else update.set_in(total.clone(), 0)
             state = replace(state, residual=rest)
+        if state.cache is not None:
+            state = replace(state, cache=state.cache.with_update(update, round, self.cached_updates))
         return state, update
+
+    def updates(self, state: STCState, base: int) -> Updates | None:
+        """What clients that hold this version missed, if all of it is kept."""
+        cache = state.cache
+        if cache is None or base < cache.since:
+            return None
+        first = sum(round <= base for round in cache.rounds)
+        return Updates(cache.signs[first:], cache.magnitudes[first:])
 
     def _top(self, vector: Tensor, space: Space, round: int) -> Mask:
         segments = space.segments(self.scope)
@@ -96,3 +137,16 @@ def _ternary(update: Sparse) -> Sparse:
         return Masked(update.mask, torch.where(update.vector < 0, -mean, mean), update.covers)
     mean = update.values.abs().mean(dtype=torch.float64).float()
     return update.with_values(torch.where(update.values < 0, -mean, mean))
+
+
+def _signs(update: Sparse) -> Tensor:
+    """−1, 0 or 1 for every coordinate of a ternary update."""
+    if isinstance(update, Masked):
+        return (1 - 2 * torch.signbit(update.vector).to(torch.int8)) * update.mask.bits
+    signs = torch.zeros(update.size, dtype=torch.int8, device=update.values.device)
+    return signs.index_copy_(0, update.positions, 1 - 2 * torch.signbit(update.values).to(torch.int8))
+
+
+def _magnitude(update: Sparse) -> Tensor:
+    """The magnitude of a ternary update, as a vector of one entry."""
+    return (update.vector if isinstance(update, Masked) else update.values)[:1].abs()

@@ -1,11 +1,12 @@
 """What a message says of itself, and what its receiver expects; the same for both formats."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
 
 from gluefl.wire.bodies import BodyCodec, Shared
+from gluefl.wire.updates import TernaryUpdates
 from gluefl.wire.values import FLOAT32, ValueCodec
 
 PACKAGE, UPLOAD = 1, 2
@@ -50,6 +51,10 @@ class Expected:
     def body_codec(self) -> BodyCodec | None:
         """The codec, if it encodes whole bodies. Python takes long to tell by the members of a protocol."""
         return self.codec if isinstance(self.codec, BodyCodec) else None
+
+    def holding(self, weights: Tensor) -> "Expected":
+        """What a client that holds these weights expects; only updates of them are read in another way."""
+        return replace(self, codec=self.codec.holding(weights)) if isinstance(self.codec, TernaryUpdates) else self
 
     @property
     def longest(self) -> int:
