@@ -1,5 +1,6 @@
 """What the pages show runs, as it is printed there."""
 
+import ast
 import re
 from typing import Any
 
@@ -127,6 +128,30 @@ def test_the_map_names_every_file() -> None:
     assert not [path for path in paths if not (ROOT / "src" / "gluefl" / path).exists() and not (ROOT / path).exists()]
     names = {path.stem for path in (ROOT / "src" / "gluefl").rglob("*.py")} - {"__init__"}
     assert not names - {word.split("/")[-1] for word in words}
+
+
+def test_promises_name_tests_and_files_that_exist() -> None:
+    text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    named, file = list[str](), ""
+    for own, *names in (word.split("::") for word in re.findall(r"`((?:test_\w+\.py)?(?:::\w+)*)`", text)):
+        file = own or file  # `::test_name` is in the file that was named last
+        assert (ROOT / "tests" / file).is_file(), file
+        named += ["::".join((file, *names))] if names else []
+    assert len(named) > 60 and not set(named) - {
+        "::".join((path.name, *names))
+        for path in ROOT.glob("tests/test_*.py")
+        for names in names_of_tests(ast.parse(path.read_text("utf-8")))
+    }
+    paths = re.findall(r"`((?:\w+/)*\w+\.py)`", text[text.index("## Findings") : text.index("## How often")])
+    assert paths and not [path for path in paths if not (ROOT / "src" / "gluefl" / path).is_file()]
+
+
+def names_of_tests(tree: ast.Module | ast.ClassDef) -> list[tuple[str, ...]]:
+    """The names of the tests of a file, those in classes after the names of these."""
+    inner = [
+        (part.name, *names) for part in tree.body if isinstance(part, ast.ClassDef) for names in names_of_tests(part)
+    ]
+    return inner + [(part.name,) for part in tree.body if isinstance(part, ast.FunctionDef)]
 
 
 def anchors(text: str) -> set[str]:
