@@ -296,5 +296,6 @@ def test_on_flower_weights_are_sent() -> None:
     pytest.importorskip("flwr")
     from gluefl.flower import GlueFLStrategy
 
-    with pytest.raises(UsageError, match="cached_updates = 3"):
-        GlueFLStrategy(Uniform(2), STRATEGY)
+    for strategy in (STRATEGY, Coded(STRATEGY)):
+        with pytest.raises(UsageError, match="cached_updates = 3"):
+            GlueFLStrategy(Uniform(2), strategy)

@@ -73,9 +73,10 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         configrecord_key: str = "config",
     ) -> None:
         self.sampler, self.strategy, self.server = sampler, strategy or GlueFL(), server or Server()
-        if getattr(self.strategy, "cached_updates", 0):
+        inner = getattr(self.strategy, "strategy", self.strategy)  # of `Coded`
+        if cached := getattr(inner, "cached_updates", 0):
             raise UsageError(
-                f"cached_updates = {self.strategy.cached_updates}: on Flower nodes download the weights that changed. "
+                f"cached_updates = {cached}: on Flower nodes download the weights that changed. "
                 "Set it to 0, or choose lean, whose packages are shorter still."
             )
         row = row_of(self.strategy)
