@@ -80,7 +80,12 @@ def loaded(folder, fresh, **stores):
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_what_is_loaded_is_what_was_saved(strategy, tmp_path) -> None:
     f, fresh, state = played(strategy, tmp_path)
-    assert state.ledger.unused and (state.optimizer is None or state.optimizer.any()) and state.clock_s > 0 and state.up_bytes
+    assert (
+        state.ledger.unused
+        and (state.optimizer is None or state.optimizer.any())
+        and state.clock_s > 0
+        and state.up_bytes
+    )
     checkpoint.save(tmp_path, state, {"residuals": f.residuals})
     residuals = Residuals(LAYOUT.size, tmp_path, memory_bytes=1)
     assert_same(loaded(tmp_path, fresh, residuals=residuals), state)
