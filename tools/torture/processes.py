@@ -52,6 +52,8 @@ every = 4
 every = {every}
 [residuals]
 memory_gb = 1e-9
+[journal]
+clients = "{clients}"
 """
 STICKY = "sticky_size = 9\nsticky_cohort = 2\n"
 Setup = Callable[[], None]
@@ -155,7 +157,9 @@ def outcome(folder: Path) -> str:
         return "damaged or unfinished"
     timeless = [{key: value for key, value in line.items() if key != "wall_s"} for line in lines]
     text = json.dumps(timeless, sort_keys=True).encode()
-    return hashlib.sha256(text + model.read_bytes()).hexdigest()
+    columns = folder / "journal.bin"
+    clients = columns.read_bytes() if columns.exists() else b""
+    return hashlib.sha256(text + clients + model.read_bytes()).hexdigest()
 
 
 def cases(work: Path, rounds: int = 12, every: int = 1, strategies: Sequence[str] = STRATEGIES) -> list[Case]:
@@ -164,7 +168,9 @@ def cases(work: Path, rounds: int = 12, every: int = 1, strategies: Sequence[str
     for strategy in strategies:
         config, out = work / f"{strategy}.toml", work / f"{strategy}-undisturbed"
         sampling = STICKY if strategy in ("gluefl", "lean") else ""
-        config.write_text(CONFIG.format(rounds=rounds, strategy=strategy, every=every, sampling=sampling))
+        clients = "columns" if strategy == "gluefl" else "lines"  # both forms of the journal
+        values = {"strategy": strategy, "sampling": sampling, "clients": clients}
+        config.write_text(CONFIG.format(rounds=rounds, every=every, **values))
         began = time.monotonic()
         ended = Process(["run", config, "--out", out], out.with_suffix(".log")).end()
         if ended.status:
