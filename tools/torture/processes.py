@@ -150,16 +150,14 @@ class Case:
 
 
 def outcome(folder: Path) -> str:
-    """A digest of journal and model; times of the wall clock are left out."""
+    """A digest of journal, with its clients in any form, and model; times of the wall clock are left out."""
     journal, model = folder / "journal.jsonl", folder / "model.safetensors"
     lines, damaged = read(journal) if journal.exists() else ([], True)
     if damaged or not model.exists():
         return "damaged or unfinished"
     timeless = [{key: value for key, value in line.items() if key != "wall_s"} for line in lines]
     text = json.dumps(timeless, sort_keys=True).encode()
-    columns = folder / "journal.bin"
-    clients = columns.read_bytes() if columns.exists() else b""
-    return hashlib.sha256(text + clients + model.read_bytes()).hexdigest()
+    return hashlib.sha256(text + model.read_bytes()).hexdigest()
 
 
 def cases(work: Path, rounds: int = 12, every: int = 1, strategies: Sequence[str] = STRATEGIES) -> list[Case]:
