@@ -157,7 +157,7 @@ def package(tensors, missing, values, origin):
 
 DEFAULTS = {
     "step": 0.5,  # a tensor's first step, in standard deviations of its initial weights
-    "movement": 8.0,  # but at least this many rms of its first update
+    "movement": 6.0,  # but at least this many rms of its first update, where the whole model moves so fast
     "coarsest": 2.0,  # and never above this, in the unit of `step`
     "step_of_first_update": 8.0,  # of a tensor without spread: its first step, in rms of its first update
     "origin_cells": 4,  # version 0 lies on a grid this many times finer than the first step
@@ -234,11 +234,14 @@ class Lean:
         self.average = self.average + F(share) * (self.published - self.average)
 
     def first_steps(self, moves):
-        """The first update shows how fast tensors move: the faster, the coarser. One without spread starts here."""
+        """The first update shows how fast tensors, and all in the mean, move: the faster, the coarser. One without
+        spread starts here."""
         lacks = self.steps == np.inf
         if self.version == 0:
-            coarse = np.minimum(power_of_two(F(self.p.movement) * moves), self.coarsest)
-            self.steps = np.maximum(self.steps, coarse)
+            coarser, sizes = F(self.p.movement) * moves / self.steps, np.where(lacks, 0, self.tensors)
+            mean = F((coarser.astype(float) * sizes).sum() / max(1, sizes.sum()))
+            coarse = np.where(lacks, F(0), self.steps) * power_of_two(np.minimum(coarser, mean))
+            self.steps = np.maximum(self.steps, np.minimum(coarse, self.coarsest))
         first = power_of_two(F(self.p.step_of_first_update) * moves)
         starts, first = lacks & (first > 0), np.maximum(first, self.finest)
         self.finest = np.where(starts, np.maximum(self.finest, first / 4096), self.finest)

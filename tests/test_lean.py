@@ -677,7 +677,19 @@ def test_a_tensor_that_moves_fast_in_its_first_update_gets_a_coarser_step(rms) -
     state, _ = strategy.init(space, torch.randn(4000, generator=generator))
     assert state.steps[0] == 0.5
     state, _ = strategy.aggregate(state, rms * torch.randn(4000, generator=generator), 1)
-    assert state.steps[0] == max(0.5, min(2.0, 2.0 ** round(math.log2(8 * rms))))
+    assert state.steps[0] == max(0.5, min(2.0, 2.0 ** round(math.log2(6 * rms))))
     step = float(state.steps[0])
     state, _ = strategy.aggregate(state, 0.1 * step * torch.randn(4000, generator=generator), 2)
     assert state.steps[0] == step
+
+
+def test_fast_tensors_of_a_slow_model_keep_their_step() -> None:
+    """A tensor is made coarser by its first update only as far as the mean of the whole model is."""
+    generator = torch.Generator().manual_seed(3)
+    state, _ = Lean().init(Space((1000, 9000)), torch.randn(10_000, generator=generator))
+    first, noise = [float(step) for step in state.steps], torch.randn(10_000, generator=generator)
+    speeds = torch.cat([torch.full((1000,), 0.4), torch.full((9000,), 0.01)])
+    slow, _ = Lean().aggregate(state, speeds * noise, 1)
+    assert slow.steps.tolist() == first
+    fast, _ = Lean().aggregate(state, 0.4 * noise, 1)
+    assert fast.steps.tolist() == [4 * step for step in first]

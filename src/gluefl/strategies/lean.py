@@ -59,7 +59,7 @@ class Lean:
     """Cells of a published model down, about one bit per coordinate up."""
 
     step: Positive = 0.5  # s: a tensor's first step, in standard deviations of its initial weights
-    movement: Positive = 8.0  # but at least this many rms of its first update: the faster it moves the coarser
+    movement: Positive = 6.0  # but at least this many rms of its first update, where the whole model moves so fast
     coarsest: Positive = 2.0  # and never above this, in the unit of `step`
     step_of_first_update: Positive = 8.0  # of a tensor without spread: its first step, in rms of its first update
     step_of_statistics: Positive = 0.0625  # of a mean: its step, in rms of its first update
@@ -186,11 +186,15 @@ class Lean:
 
     def _first_steps(self, state: LeanState, moves: Tensor) -> tuple[Tensor, Tensor]:
         """Steps, and the smallest ones, from the rms of an update by tensor. A tensor that has no step takes it from
-        its first update; in the first of all updates the others become as coarse as their movement asks for."""
+        its first update; in the first of all updates the others become as coarse as their movement asks for, but
+        not coarser than the mean movement does: fast tensors of a slow model are few, and need their precision."""
         lacks, factors = state.steps == NEVER, torch.tensor(self._factors(state.space), device=moves.device)
         if state.updates == 0:
-            coarse = grid.power_of_two(self.movement * moves).minimum(state.coarsest)
-            state = replace(state, steps=state.steps.maximum(coarse))
+            coarser = self.movement * moves / state.steps
+            sizes = torch.where(lacks, 0, torch.tensor(state.space.segments_of_all.sizes, device=moves.device))
+            mean = (coarser.double() * sizes).sum() / sizes.sum().clamp(min=1)
+            coarse = torch.where(lacks, 0.0, state.steps) * grid.power_of_two(coarser.minimum(mean.float()))
+            state = replace(state, steps=state.steps.maximum(coarse.minimum(state.coarsest)))
         steps = grid.power_of_two(factors * moves)
         starts, steps = lacks & (steps > 0), steps.maximum(state.finest)
         finest = torch.where(starts, state.finest.maximum(steps / MOST_REFINED), state.finest)
