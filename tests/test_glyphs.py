@@ -1,7 +1,9 @@
 """The laws of the generated population."""
 
+import json
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from gluefl.populations import build
 from gluefl.populations.glyphs import CHARACTERS, FEWEST, REACH, Atlas, Glyphs, SkewedGlyphs, draw_labels, shown_instead
 from gluefl.randomness import stream
 
+CALIBRATION = Path(__file__).parent.parent / "docs" / "results" / "calibration.json"
 SMALL = Glyphs(clients=40, seed=3, test_samples=124)
 
 
@@ -153,3 +156,16 @@ def test_impossible_knobs_are_refused_by_name(name: str, value: float) -> None:
 def test_a_client_beyond_the_last_is_refused() -> None:
     with pytest.raises(UsageError, match="0 to 39"):
         SMALL.train(40)
+
+
+def test_the_defaults_are_those_whose_curves_were_measured() -> None:
+    """And the curves, in the mean over the seeds, are within two points of the authors' from the round on that the
+    page names."""
+    measured = json.loads(CALIBRATION.read_text(encoding="utf-8"))
+    assert replace(Glyphs(), **measured["population"]) == Glyphs()
+    for model, first in (("shufflenet_v2_x2_0", 100), ("mobilenet_v2", 150)):
+        curves = measured["models"][model]
+        means = np.mean(list(curves["seeds"].values()), axis=0)
+        assert len(curves["seeds"]) >= 3
+        for round, mean, authors in zip(measured["rounds"], means, curves["authors"], strict=True):
+            assert round < first or abs(mean - authors) < 0.02, (model, round)

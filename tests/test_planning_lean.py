@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
     train(
         module(),
         populations.build("glyphs", 60, 1, difficulty=0.6),
-        Lean(),
+        Lean(coarsen_above=1.0),  # the formula knows steps that stay, not the round in which one doubles
         sampler=Sticky(8, 24, 6, weights="proportional"),
         rounds=ROUNDS,
         setting=Setting(training=training, evaluation=evaluation),

@@ -1,4 +1,4 @@
-"""The pictures of docs/architecture.md (packages, one round), lean.md, how-it-works.md and the README.
+"""The pictures of docs/architecture.md (packages, one round), lean.md, how-it-works.md, reproduction.md and the README.
 
 python tools/make_pictures.py [FOLDER]      # docs/pictures by default; --png writes PNG files beside the SVG files
 
@@ -6,6 +6,7 @@ gluefl demo --out runs/demo && python tools/make_pictures.py --demo runs/demo   
 """
 
 import argparse
+import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,10 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"  # of studies
 DARK, GREY, PAPER = "#1b1f24", "#57606a", "#ffffff"
 BLUE, GREEN, SAND, VIOLET, PLAIN = "#dbeafe", "#dcfce7", "#fef3c7", "#ede9fe", "#f3f4f6"
+PLACES = {"30": (6, 5), "15": (-38, -3), "10": (6, 5), "7": (6, -11), "5": (-9, -14)}  # of labels, by cohort size
 SETTINGS = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -333,9 +336,55 @@ def wire() -> plt.Figure:
     return figure
 
 
+def calibration() -> plt.Figure:
+    """FedAvg on the default population and in the authors' logs."""
+    result = json.loads((RESULTS / "calibration.json").read_text(encoding="utf-8"))
+    figure, panels = plt.subplots(1, 2, figsize=(9.2, 3.2), sharey=True, layout="constrained")
+    for panel, (name, curves) in zip(panels, result["models"].items()):
+        for place, curve in enumerate(curves["seeds"].values()):
+            label = f"gluefl, {len(curves['seeds'])} seeds" if place == 0 else None
+            panel.plot(result["rounds"], [100 * share for share in curve], color="#0969da", linewidth=1, label=label)
+        authors = [100 * share for share in curves["authors"]]
+        panel.plot(result["rounds"], authors, "o--", color="#cf222e", markersize=4, linewidth=1, label="the authors")
+        panel.set(title=name, xlabel="round", ylim=(20, 80))
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False, loc="lower right")
+    panels[0].set_ylabel("test accuracy of FedAvg, %")
+    return figure
+
+
+def front() -> plt.Figure:
+    """Download and time until the same accuracy, by cohort size."""
+    result = json.loads((RESULTS / "paper-front.json").read_text(encoding="utf-8"))
+    rows = result["tables"][0]["rows"]
+    figure, axes = plt.subplots(figsize=(7.6, 3.9), layout="constrained")
+    styles = {
+        "fedavg": ("FedAvg, float32", "#57606a", "s"),
+        "int4": ("FedAvg, int4 down, rotated up, averaged", "#bf8700", "^"),
+        "lean": ("lean", "#cf222e", "o"),
+    }
+    for family, (title, colour, marker) in styles.items():
+        points = [
+            (cells["total_time"]["mean"] / 3600, cells["download"]["mean"] / 1e9, label.split("-")[1])
+            for label, cells in rows.items()
+            if label.startswith(family) and cells["download"]
+        ]
+        hours, gigabytes, sizes = zip(*points)
+        axes.plot(hours, gigabytes, marker, linestyle=":", color=colour, label=title)
+        for hour, size_gb, cohort in points:
+            place = PLACES[cohort]  # points that are close to each other have their labels on different sides
+            axes.annotate(f"K = {cohort}", (hour, size_gb), xytext=place, textcoords="offset points", fontsize=8.5)
+    axes.set(xlabel="simulated hours", ylabel="GB downloaded by all clients", yscale="log", xlim=(0, 6), ylim=(0.5, 300))
+    axes.set_yticks([1, 10, 100], ["1", "10", "100"])
+    axes.set_title(result["tables"][0]["title"].replace("At", "Until") + " (ShuffleNet, 2,800 clients, seed 1)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
 PICTURES = (
     ("modules", modules), ("round", one_round), ("lean", lean), ("sticky", sticky), ("staleness", staleness),
-    ("wire", wire),
+    ("wire", wire), ("calibration", calibration), ("front", front),
 )  # fmt: skip
 
 
