@@ -4,7 +4,7 @@ docs/planning.md derives it and compares it with measured runs.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -141,34 +141,59 @@ def movement_of(lines: Sequence[Mapping[str, Any]], model: Model) -> Movement:
             f"a journal of {len(lines)} rounds shows no growth: needed clients that return after one and after more "
             "rounds in its second half. Train for more rounds."
         )
-    first, statistics = float(lines[0]["update_density"]), model.statistics / (model.weights + model.statistics)
+    first = float(lines[0]["update_density"])
     both = float(np.mean([line["update_density"] for line in half]))
-    base = Movement(changed_first=min(0.99, max(first, 1e-6)))
-    moved = min(0.99, max(1e-6, (both - statistics * base.changed_statistics) / (1 - statistics)))
-    base = replace(base, changed=moved)
     one = float(np.mean([size for age, size in returning if age == 1]))
-    base = replace(base, cell_bits=_fitted("cell_bits", (0.5, 12.0), base, model, np.ones(1), one))
-    later = [(age, size) for age, size in returning if age > 1]
-    base = _with_growth(base, model, *np.array(later, float).T)
+    later = np.array([(age, size) for age, size in returning if age > 1], float).T
+    fits = []
+    for of_statistics, of_weights in _shares(both, model):
+        base = Movement(of_weights, changed_first=min(0.99, max(first, 1e-6)), changed_statistics=of_statistics)
+        base = replace(base, cell_bits=_fitted("cell_bits", (0.5, 12.0), base, model, np.ones(1), one))
+        fits.append(_with_growth(base, model, *later))
+    base, _ = min(fits, key=lambda fit: fit[1])
     if not newcomers:
         return base
-    rounds, sizes = np.array(newcomers, float).T
-    return replace(base, newcomer_bits=_fitted("newcomer_bits", (0.5, 20.0), base, model, rounds, float(sizes.mean())))
+    return _with_newcomers(base, model, *np.array(newcomers, float).T)
 
 
-def _with_growth(base: Movement, model: Model, ages: Floats, sizes: Floats) -> Movement:
-    """The α and φ with which packages after these rounds are nearest to these bytes, in ratios.
+def _with_newcomers(base: Movement, model: Model, rounds: Floats, sizes: Floats) -> Movement:
+    """The γ, and the bits of a cell with it, with which packages of newcomers are nearest to these bytes, in ratios."""
+
+    def misfit(movement: Movement) -> float:
+        ratios = np.log(newcomer_bytes(model, movement, rounds) / sizes)
+        return float(np.mean(ratios**2)) + PREFERENCE * math.log2(movement.decay / Movement.decay) ** 2
+
+    decays = Movement.decay * 2.0 ** np.linspace(-3, 1, 17)
+    movements = [replace(base, decay=float(decay)) for decay in decays]
+    bits = [_fitted("newcomer_bits", (0.5, 20.0), one, model, rounds, float(sizes.mean())) for one in movements]
+    return min((replace(one, newcomer_bits=bit) for one, bit in zip(movements, bits)), key=misfit)
+
+
+def _shares(both: float, model: Model) -> Iterator[tuple[float, float]]:
+    """Possible shares of the statistics and of the weights that change in a round: a journal has only that of both."""
+    statistics = model.statistics / (model.weights + model.statistics)
+    for of_statistics in Movement.changed_statistics * 2.0 ** -np.arange(8.0 if model.statistics else 1.0):
+        of_weights = (both - statistics * of_statistics) / (1 - statistics)
+        if of_weights > both / 2 or of_statistics < both:
+            yield float(of_statistics), min(0.99, max(1e-6, of_weights))
+    yield min(0.99, max(1e-6, both)), min(0.99, max(1e-6, both))
+
+
+def _with_growth(base: Movement, model: Model, ages: Floats, sizes: Floats) -> tuple[Movement, float]:
+    """The α and φ with which packages after these rounds are nearest to these bytes, in ratios; and how far they are.
 
     Where few ages were seen, many pairs serve: the defaults then decide.
     """
+    statistics = np.log2(base.changed_statistics / Movement.changed_statistics)
 
     def misfit(movement: Movement) -> float:
         away = ((movement.growth - Movement.growth) / 0.1) ** 2 + ((movement.recurring - Movement.recurring) / 0.2) ** 2
         ratios = np.log(package_bytes(model, movement, ages) / sizes)
-        return float(np.mean(ratios**2)) + PREFERENCE * away
+        return float(np.mean(ratios**2)) + PREFERENCE * float(away + statistics**2)
 
     pairs = product(np.linspace(0.4, 1.0, 31), np.linspace(0.0, 0.9, 19))
-    return min((replace(base, growth=float(a), recurring=float(phi)) for a, phi in pairs), key=misfit)
+    movements = (replace(base, growth=float(a), recurring=float(phi)) for a, phi in pairs)
+    return min(((movement, misfit(movement)) for movement in movements), key=lambda fit: fit[1])
 
 
 def _fitted(
