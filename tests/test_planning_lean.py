@@ -191,6 +191,31 @@ def test_what_cannot_be_planned_is_refused(wrong, message) -> None:
         plan(2800, **wrong, strategy="lean")
 
 
+@pytest.mark.parametrize("changed_statistics", [0.5, 0.06])
+@pytest.mark.parametrize("decay", [0.13, 0.04])
+def test_a_journal_shows_how_statistics_change_and_what_newcomers_miss(changed_statistics, decay) -> None:
+    """Also of a model with so many statistics that the default share of them is more than all that changes."""
+    model = Model(500_000, 10_000, 100)
+    true = Movement(0.002, 0.7, 0.3, changed_statistics, 0.01, decay, cell_bits=3.0, newcomer_bits=3.0)
+    both = (true.changed * model.weights + changed_statistics * model.statistics) / (model.weights + model.statistics)
+    ages, lines = [1, 2, 4, 7, 12, 20, 30], []
+    for round in range(1, 201):
+        known = package_bytes(model, true, np.array(ages, float))
+        new = newcomer_bytes(model, true, np.array([round - 1.0]))
+        clients = {
+            "id": [*range(len(ages)), 100 + round],
+            "staleness": [*ages, round - 1],
+            "down_bytes": [*map(float, known), float(new[0])],
+        }
+        lines.append({"round": round, "update_density": true.changed_first if round == 1 else both, "clients": clients})
+    read = movement_of(lines, model)
+    later = np.arange(1.0, 40.0)
+    assert package_bytes(model, read, later) == pytest.approx(package_bytes(model, true, later), rel=0.1)
+    starts = np.arange(100.0, 200.0)
+    assert newcomer_bytes(model, read, starts) == pytest.approx(newcomer_bytes(model, true, starts), rel=0.05)
+    assert read.changed > true.changed / 4  # with what weights and statistics share this way, bytes cannot tell
+
+
 def test_a_run_that_shows_no_movement_is_refused(folder, tmp_path) -> None:
     lines = read_run(folder).lines
     with pytest.raises(UsageError, match="more rounds"):

@@ -369,12 +369,20 @@ def front() -> plt.Figure:
             for label, cells in rows.items()
             if label.startswith(family) and cells["download"]
         ]
-        hours, gigabytes, sizes = zip(*points)
-        axes.plot(hours, gigabytes, marker, linestyle=":", color=colour, label=title)
+        axes.plot(
+            [point[0] for point in points],
+            [point[1] for point in points],
+            marker,
+            linestyle=":",
+            color=colour,
+            label=title,
+        )
         for hour, size_gb, cohort in points:
             place = PLACES[cohort]  # points that are close to each other have their labels on different sides
             axes.annotate(f"K = {cohort}", (hour, size_gb), xytext=place, textcoords="offset points", fontsize=8.5)
-    axes.set(xlabel="simulated hours", ylabel="GB downloaded by all clients", yscale="log", xlim=(0, 6), ylim=(0.5, 300))
+    axes.set(
+        xlabel="simulated hours", ylabel="GB downloaded by all clients", yscale="log", xlim=(0, 6), ylim=(0.5, 300)
+    )
     axes.set_yticks([1, 10, 100], ["1", "10", "100"])
     axes.set_title(result["tables"][0]["title"].replace("At", "Until") + " (ShuffleNet, 2,800 clients, seed 1)")
     axes.spines[["top", "right"]].set_visible(False)

@@ -174,7 +174,7 @@ def _shares(both: float, model: Model) -> Iterator[tuple[float, float]]:
     statistics = model.statistics / (model.weights + model.statistics)
     for of_statistics in Movement.changed_statistics * 2.0 ** -np.arange(8.0 if model.statistics else 1.0):
         of_weights = (both - statistics * of_statistics) / (1 - statistics)
-        if of_weights > both / 2 or of_statistics < both:
+        if of_weights > 0:
             yield float(of_statistics), min(0.99, max(1e-6, of_weights))
     yield min(0.99, max(1e-6, both)), min(0.99, max(1e-6, both))
 
