@@ -157,7 +157,7 @@ def package(tensors, missing, values, origin):
 
 DEFAULTS = {
     "step": 0.5,  # a tensor's first step, in standard deviations of its initial weights
-    "movement": 6.0,  # but at least this many rms of its first update, where the whole model moves so fast
+    "movement": 6.0,  # it grows to so many rms of the first update, at most by the model's mean factor
     "coarsest": 2.0,  # and never above this, in the unit of `step`
     "step_of_first_update": 8.0,  # of a tensor without spread: its first step, in rms of its first update
     "origin_cells": 4,  # version 0 lies on a grid this many times finer than the first step

@@ -148,12 +148,12 @@ def test_the_recommended_parameters_download_least_within_the_bounds() -> None:
     assert free.recommended == free.candidates[0]
     assert free.recommended.cost_bytes == min(candidate.cost_bytes for candidate in free.candidates)
     assert free.recommended.sticky_size > 0  # sticky sampling pays for lean
-    limit = 0.8 * free.recommended.round_s
+    limit = 0.95 * free.recommended.round_s
     bound = plan(2800, strategy="lean", parameters=10**6, network="edge", over_commitment=1.3, most_round_s=limit)
     assert bound.candidates and all(candidate.round_s <= limit for candidate in bound.candidates)
     assert bound.recommended.cost_bytes >= free.recommended.cost_bytes
-    smaller = plan(2800, strategy="lean", parameters=10**6, most_round_bytes=free.recommended.round_bytes / 2)
-    assert all(candidate.round_bytes <= free.recommended.round_bytes / 2 for candidate in smaller.candidates)
+    smaller = plan(2800, strategy="lean", parameters=10**6, most_round_bytes=0.8 * free.recommended.round_bytes)
+    assert all(candidate.round_bytes <= 0.8 * free.recommended.round_bytes for candidate in smaller.candidates)
 
 
 def test_sticky_clients_download_less_and_known_models_too() -> None:

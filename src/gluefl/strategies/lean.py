@@ -59,7 +59,7 @@ class Lean:
     """Cells of a published model down, about one bit per coordinate up."""
 
     step: Positive = 0.5  # s: a tensor's first step, in standard deviations of its initial weights
-    movement: Positive = 6.0  # but at least this many rms of its first update, where the whole model moves so fast
+    movement: Positive = 6.0  # it grows to so many rms of the first update, at most by the model's mean factor
     coarsest: Positive = 2.0  # and never above this, in the unit of `step`
     step_of_first_update: Positive = 8.0  # of a tensor without spread: its first step, in rms of its first update
     step_of_statistics: Positive = 0.0625  # of a mean: its step, in rms of its first update

@@ -76,9 +76,9 @@ def _setting(choice: Choice, specs: Sequence[RunSpec]) -> str:
 def _heading(choice: Choice, specs: Sequence[RunSpec], used: Sequence[int]) -> str:
     if not specs:
         return "Nothing is trained."
-    config = specs[0].config
+    config, rounds = specs[0].config, max(spec.config.rounds for spec in specs)
     clients = config.population.clients or "all"
     return (
         f"Scale {choice.scale}: {config.population.name} with {clients} clients, {config.model.name}, "
-        f"K = {config.sampling.cohort}, {config.rounds} rounds at most, seeds {', '.join(map(str, used))}."
+        f"K = {config.sampling.cohort}, {rounds} rounds at most, seeds {', '.join(map(str, used))}."
     )

@@ -37,7 +37,7 @@ MEGABYTE = 10**6
 SAMPLES = 200  # that a client trains on in a round, for seconds: 10 steps of 20
 
 # Rules of thumb for the rounds to a target, relative to uniform sampling with K = 30, s = 0.5 and p = 1.
-ROUNDS_OF_STICKY = 1.4  # S = 4K, C = 4K/5 with weights in proportion
+ROUNDS_OF_STICKY = 1.25  # S = 4K, C = 4K/5 with weights in proportion
 ROUNDS_BY_STICKY_SIZE = 0.2  # (4K/S)^x
 ROUNDS_OF_MORE_STICKY = 1.05  # C = 9K/10 against 4K/5
 ROUNDS_BY_STEP = 0.12  # (s/0.5)^x
@@ -107,7 +107,7 @@ class LeanScenario:
     over_commitment: AtLeastOne = 1.0
     initial: Literal["known", "download"] = "known"
     network: Annotated[str, OneOf(NETWORKS)] | None = None  # for seconds
-    rounds_exponent: Exponent = 0.75  # x: rounds to a target grow like (1/K)^x
+    rounds_exponent: Exponent = 0.5  # x: rounds to a target grow like (1/K)^x
     online_share: Share = 0.3
     most_round_s: Positive | None = None
     most_round_bytes: Positive | None = None
