@@ -1,6 +1,7 @@
 """A real federation on loopback: SuperLink, three SuperNodes, TLS and node keys, three rounds."""
 
 import importlib.util
+import shutil
 import subprocess
 
 import pytest
@@ -34,6 +35,7 @@ def test_an_app_adopts_gluefl_in_ten_lines() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not all(map(shutil.which, ("openssl", "ssh-keygen"))), reason="needs openssl and ssh-keygen")
 def test_three_nodes_three_rounds_with_tls_and_keys(tmp_path) -> None:
     federation = _kills().Loopback(tmp_path, nodes=3)
     out = tmp_path / "run"

@@ -40,7 +40,9 @@ def test_kills_damage_pairs_and_bad_disks(tmp_path) -> None:
     counts = json.loads((tmp_path / "counts.json").read_text())
     assert counts["kills"]["kills"] >= 2 and counts["kills"]["runs"] >= 1
     assert counts["damage"].get("same result", 0) + counts["damage"].get("refused", 0) == 2
-    assert counts["pairs"]["pairs"] == 2 and counts["disks"]["trials"] >= 6
+    assert counts["pairs"]["pairs"] == 2
+    disks = counts["disks"]  # on a machine that lets nobody mount one, only file size limits and clocks
+    assert disks["trials"] >= (4 if "full and read-only disks" in disks else 6)
 
 
 def test_mutated_messages_are_decoded_or_refused() -> None:
