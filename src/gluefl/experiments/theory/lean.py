@@ -41,16 +41,16 @@ class Model:
 @checked
 @dataclass(frozen=True)
 class Movement:
-    """How cells change. The defaults are those of the demo's task, rounds 60 to 100."""
+    """How cells change. The defaults are those of the demo's task, rounds 31 to 60."""
 
-    changed: OpenShare = 0.026  # ρ, the share of the weights whose cell changes in a round
-    growth: Share = 0.82  # α: in τ rounds 1 − (1−ρ)^(τ^α) change at least once
-    recurring: Decay = 0.55  # φ: of the changes of a round, the share that comes back within a few rounds
+    changed: OpenShare = 0.013  # ρ, the share of the weights whose cell changes in a round
+    growth: Share = 0.9  # α: in τ rounds 1 − (1−ρ)^(τ^α) change at least once
+    recurring: Decay = 0.0  # φ: of the changes of a round, the share that comes back within a few rounds
     changed_statistics: OpenShare = 0.5  # ρ of the statistics
-    changed_first: OpenShare = 0.3  # ρ₁, of all in round 1, whose updates are the largest
-    decay: Positive = 0.13  # γ: after t rounds (1−ρ₁) t^(−γ) of the cells are those of version 0
-    cell_bits: Positive = 2.7  # of a changed cell in the package of a client that returns, beside its position
-    newcomer_bits: Positive = 4.4  # in the package of a client that holds version 0
+    changed_first: OpenShare = 0.015  # ρ₁, of all in round 1, whose updates are the largest
+    decay: Positive = 0.09  # γ: after t rounds (1−ρ₁) t^(−γ) of the cells are those of version 0
+    cell_bits: Positive = 3.0  # of a changed cell in the package of a client that returns, beside its position
+    newcomer_bits: Positive = 3.8  # in the package of a client that holds version 0
     whole_bits: Positive = 6.2  # of an entry where the whole model is sent as cells
 
     def with_step(self, factor: float) -> "Movement":
