@@ -20,6 +20,17 @@ export FLWR_HOME="$work/flwr" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK
 
 keys() {
     cd "$work"
+    for tool in openssl ssh-keygen; do
+        command -v "$tool" > /dev/null || {
+            echo "federation.sh: $tool is missing; on Debian: apt-get install openssl openssh-client" >&2
+            exit 1
+        }
+    done
+    i=0
+    while [ "$i" -lt "$nodes" ]; do
+        [ -f "node-$i" ] || ssh-keygen -q -t ecdsa -b 384 -N "" -C "node $i" -f "node-$i"
+        i=$((i + 1))
+    done
     [ -f ca.crt ] && return
     openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj "/CN=gluefl example CA" \
         -addext "basicConstraints=critical,CA:TRUE" -addext "keyUsage=critical,keyCertSign,cRLSign" \
@@ -29,11 +40,6 @@ keys() {
     openssl x509 -req -in server.csr -CA ca.new -CAkey ca.key -CAcreateserial -days 30 \
         -extfile server.ext -out server.crt 2>/dev/null
     chmod 600 ca.key server.key
-    i=0
-    while [ "$i" -lt "$nodes" ]; do
-        ssh-keygen -q -t ecdsa -b 384 -N "" -C "node $i" -f "node-$i"
-        i=$((i + 1))
-    done
     mkdir -p "$FLWR_HOME"
     printf '[superlink]\ndefault = "loopback"\n\n[superlink.loopback]\naddress = "127.0.0.1:%s"\nroot-certificates = "%s/ca.crt"\n' \
         "$port" "$work" > "$FLWR_HOME/config.toml"
@@ -72,6 +78,7 @@ run() {
 
 all() {
     keys
+    rm -f "$work"/superlink.db*  # it knows the keys of the nodes, which are registered anew
     pids=""
     trap 'kill $pids 2>/dev/null || true; wait' EXIT INT TERM
     "$here/federation.sh" superlink > "$work/superlink.log" 2>&1 & pids="$!"

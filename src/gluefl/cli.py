@@ -58,7 +58,7 @@ def _first_line(error: Exception) -> str:
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gluefl")
 def main() -> None:
-    """Bandwidth-efficient federated learning: FedAvg, STC, APF and GlueFL with true bytes."""
+    """Bandwidth-efficient federated learning: lean, GlueFL, FedAvg, STC and APF with true bytes."""
 
 
 for command in (bench, plan, *inspecting.COMMANDS):

@@ -32,7 +32,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def strategy_of(config: dict) -> Strategy:  # type: ignore[type-arg]
     """The strategy that the run's configuration names; no node is asked to evaluate."""
-    nodes, cohort = config["num-nodes"], config["cohort"]
+    nodes, cohort = config["num-nodes"], min(config["cohort"], config["num-nodes"])
     if config["strategy"] == "fedavg":
         return FedAvg(fraction_train=cohort / nodes, fraction_evaluate=0.0, min_available_nodes=nodes)
     return GlueFLStrategy(

@@ -50,6 +50,9 @@ def expand(variants: Mapping[str, Config], seeds: Sequence[int], out: Path, sing
 
 def check(specs: Sequence[RunSpec], resume: bool) -> None:
     """Refuse folders that hold runs already, and samplers that cannot work, before the first run starts."""
+    no_folders = [path for spec in specs for path in (spec.folder.parent, spec.folder) if path.is_file()]
+    if no_folders:
+        raise UsageError(f"{no_folders[0]} is a file; --out needs a folder.")
     taken = [spec.folder for spec in specs if (spec.folder / CONFIG).exists()]
     if taken and not resume:
         raise UsageError(f"{taken[0]} holds a run already: choose another --out, or go on with it by --resume.")

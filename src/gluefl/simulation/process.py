@@ -12,6 +12,8 @@ from gluefl.errors import UsageError
 
 def device_of(name: str) -> torch.device:
     """A device that can be used here, by its name."""
+    if name.partition(":")[0] in ("gpu", "nvidia"):
+        raise UsageError(f"there is no device '{name}': a GPU is cuda, or cuda:1 for the second one.")
     try:
         device = torch.device(name)
         if device.type == "meta":
