@@ -157,7 +157,7 @@ def package(tensors, missing, values, origin):
 
 DEFAULTS = {
     "step": 0.5,  # a tensor's first step, in standard deviations of its initial weights
-    "movement": 6.0,  # it grows to so many rms of the first update, at most by the model's mean factor
+    "movement": 6.0,  # rms of a first update that a first step has at least; the model's mean limits the factor
     "coarsest": 2.0,  # and never above this, in the unit of `step`
     "step_of_first_update": 8.0,  # of a tensor without spread: its first step, in rms of its first update
     "origin_cells": 4,  # version 0 lies on a grid this many times finer than the first step
@@ -234,8 +234,7 @@ class Lean:
         self.average = self.average + F(share) * (self.published - self.average)
 
     def first_steps(self, moves):
-        """The first update shows how fast tensors, and all in the mean, move: the faster, the coarser. One without
-        spread starts here."""
+        """Tensors that move fast become coarser, by the model's mean factor at most. Those without spread start."""
         lacks = self.steps == np.inf
         if self.version == 0:
             coarser, sizes = F(self.p.movement) * moves / self.steps, np.where(lacks, 0, self.tensors)

@@ -384,12 +384,12 @@ def test_names_of_another_type_are_refused() -> None:
         gluefl.plan(100, 10, strategy="fedavg")
 
 
-def play(**parts) -> None:
+def play(**parts):
     usual = {"model": mlp(), "population": Blobs(), "strategy": FedAvg(), "sampler": Uniform(2), "rounds": 1}
-    train(**{**usual, "setting": Setting(training=LocalSGD(steps=1, batch=4)), **parts})
+    return train(**{**usual, "setting": Setting(training=LocalSGD(steps=1, batch=4)), **parts})
 
 
 def test_what_is_refused_here_is_accepted_without_the_nonsense() -> None:
-    play()
-    play(model=mlp(norm=True), options=Options(trainer="loop"))
-    play(setting=Setting(training=Plain(steps=1, batch=4)))
+    whole = play(), play(model=mlp(norm=True), options=Options(trainer="loop"))
+    for result in (*whole, play(setting=Setting(training=Plain(steps=1, batch=4)))):
+        assert result.summary["rounds"] == 1 and result.summary["down_bytes"] > 0

@@ -59,7 +59,7 @@ class Lean:
     """Cells of a published model down, about one bit per coordinate up."""
 
     step: Positive = 0.5  # s: a tensor's first step, in standard deviations of its initial weights
-    movement: Positive = 6.0  # it grows to so many rms of the first update, at most by the model's mean factor
+    movement: Positive = 6.0  # rms of a first update that a first step has at least; the model's mean limits the factor
     coarsest: Positive = 2.0  # and never above this, in the unit of `step`
     step_of_first_update: Positive = 8.0  # of a tensor without spread: its first step, in rms of its first update
     step_of_statistics: Positive = 0.0625  # of a mean: its step, in rms of its first update
@@ -186,8 +186,8 @@ class Lean:
 
     def _first_steps(self, state: LeanState, moves: Tensor) -> tuple[Tensor, Tensor]:
         """Steps, and the smallest ones, from the rms of an update by tensor. A tensor that has no step takes it from
-        its first update; in the first of all updates the others become as coarse as their movement asks for, but
-        not coarser than the mean movement does: fast tensors of a slow model are few, and need their precision."""
+        its first update. In the first of all updates the others become coarser by a factor that follows from their
+        movement; its mean over the model is the limit, so that fast tensors of a slow model keep their precision."""
         lacks, factors = state.steps == NEVER, torch.tensor(self._factors(state.space), device=moves.device)
         if state.updates == 0:
             coarser = self.movement * moves / state.steps

@@ -171,12 +171,12 @@ def _with_newcomers(base: Movement, model: Model, rounds: Floats, sizes: Floats)
 
 def _shares(both: float, model: Model) -> Iterator[tuple[float, float]]:
     """Possible shares of the statistics and of the weights that change in a round: a journal has only that of both."""
-    statistics = model.statistics / (model.weights + model.statistics)
-    for of_statistics in Movement.changed_statistics * 2.0 ** -np.arange(8.0 if model.statistics else 1.0):
-        of_weights = (both - statistics * of_statistics) / (1 - statistics)
-        if of_weights > 0:
-            yield float(of_statistics), min(0.99, max(1e-6, of_weights))
-    yield min(0.99, max(1e-6, both)), min(0.99, max(1e-6, both))
+    part = model.statistics / (model.weights + model.statistics)
+    halvings = range(8 if model.statistics else 1)
+    for of_statistics in (*(Movement.changed_statistics / 2**n for n in halvings), both):
+        of_weights = (both - part * of_statistics) / (1 - part)
+        if of_weights > 0 or of_statistics == both:
+            yield min(0.99, max(1e-6, of_statistics)), min(0.99, max(1e-6, of_weights))
 
 
 def _with_growth(base: Movement, model: Model, ages: Floats, sizes: Floats) -> tuple[Movement, float]:
