@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from gluefl.accel.philox import Rotation
+from gluefl.vectors.grid import Segments
 from gluefl.vectors.mask import Mask
+from gluefl.vectors.rotation import Rotated
 from gluefl.vectors.selection import _magnitude_bits, _salt, _top_by_numpy
 from gluefl.vectors.sparse import add_all, part_of
-from gluefl.wire import layouts
+from gluefl.wire import floats8, layouts
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
@@ -143,6 +146,51 @@ def test_the_rest_is_what_a_part_leaves(weight) -> None:
     assert torch.equal(found.isnan(), expected.isnan())
     number = ~expected.isnan()
     assert torch.equal(found[number].view(torch.int32), expected[number].view(torch.int32))
+
+
+@pytest.mark.parametrize("places", [[], [0], [61, 0, 7, 62]])
+def test_clear_bits_are_those_of_torch(places) -> None:
+    from gluefl.accel.kernels.small import clear_bits
+
+    words = torch.from_numpy(np.random.default_rng(7).integers(0, 2**63, 5000))
+    found = clear_bits(words.to(DEVICE), places)
+    assert len(found) == len(places)
+    assert all(torch.equal(row.cpu(), words >> place & 1 == 0) for row, place in zip(found, places))
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_statistics_are_rounded_bit_for_bit(kind) -> None:
+    """Tensors of none, one and many values; zeros, numbers below the smallest of eight bits and ties."""
+    from gluefl.accel.kernels.small import round_tensors
+
+    rng = np.random.default_rng(8)
+    segments = Segments((1, 0, 3000, 5, 16, 1024), torch.device("cpu"))
+    values = torch.from_numpy(VALUES[kind](rng, sum(segments.sizes)).astype(np.float32))
+    values[3001:3006], values[3006], values[7:9] = 0.0, torch.inf, torch.tensor([-0.0, -torch.inf])
+    values[3007:3022] = torch.arange(15) / 16 * 2.0**-6  # ties between the numbers below the smallest normal one
+    limits = floats8.LARGEST, floats8.LEAST_EXPONENT, floats8.MOST_EXPONENT
+    found = round_tensors(values.to(DEVICE), segments.bounds.to(DEVICE), *limits).cpu()
+    expected = floats8.rounded(values, segments)
+    assert torch.equal(found.isnan(), expected.isnan())
+    number = ~expected.isnan()
+    assert torch.equal(found[number].view(torch.int32), expected[number].view(torch.int32))
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_codes_are_rotated_back_and_added_in_order(share, bits) -> None:
+    from gluefl.accel.kernels.rotate import add_back
+
+    rotated, d, key, clients = Rotated(bits, share, block=256), 256 * 3 + 7, (2**45 + 3, 2**31 + 7), (3, 2**32 - 2, 4)
+    rng = np.random.default_rng(9)
+    vectors = [torch.from_numpy(rng.standard_normal(d).astype(np.float32)) for _ in clients]
+    sent = [rotated.compress(vector, *key, client) for vector, client in zip(vectors, clients)]
+    weights = [0.5, -2.0, 1e-3]
+    total, blocks = torch.zeros(d, device=DEVICE), rotated.blocks(d)
+    rotations = [Rotation(*key, client) for client in clients]
+    add_back(total, [one.to(DEVICE) for one in sent], blocks, rotations, rotated.levels, weights)
+    expected = rotated.combine(sent, weights, d, *key, clients)
+    torch.testing.assert_close(total.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

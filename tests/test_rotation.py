@@ -513,7 +513,7 @@ def test_the_signs_of_kernels_are_those_of_numpy() -> None:
     rows = torch.from_numpy(np.random.default_rng(0).integers(-8, 9, (3, 4096)).astype(np.float32))
     total = torch.zeros(d, device="cuda")
     assert served(total, blocks)
-    add_rotated_back(total, rows.cuda(), blocks, rotation, None, 1.0)
+    add_rotated_back(total, [rows.flatten().cuda()], blocks, [rotation], None, [1.0])
     ((_, signs),) = pieces(blocks, rotation, CPU)
     assert torch.equal(total.cpu(), rotate_back(rows, signs).flatten())
 

@@ -4,7 +4,7 @@ H is Sylvester's matrix over √B. One stage is not enough: a block that is spar
 much structure that its signs are biased estimates. The factor 1/B of both stages is a power of two and exact.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,12 +118,18 @@ def quantised(vector: Tensor, blocks: Blocks, rotation: Rotation, levels: Levels
 
 
 def add_rotated_back(
-    total: Tensor, coded: Tensor, blocks: Blocks, rotation: Rotation, levels: Levels | None, weight: float
+    total: Tensor,
+    coded: Sequence[Tensor],
+    blocks: Blocks,
+    rotations: Sequence[Rotation],
+    levels: Levels | None,
+    weights: Sequence[float],
 ) -> None:
-    """Add `weight` times the vector that codes and scales stand for to a total, in place, by a kernel.
+    """Add the weighted vectors that codes and scales stand for to a total, in place and in their order, by a kernel.
 
-    Without levels, `coded` holds the first `sent` entries of each rotated block themselves.
+    Without levels, `coded` holds the first `sent` entries of each rotated block themselves. The rotations are those of
+    one seed and round.
     """
     from gluefl.accel.kernels.rotate import add_back
 
-    add_back(total, coded.contiguous(), blocks, rotation, levels, weight)
+    add_back(total, coded, blocks, rotations, levels, weights)

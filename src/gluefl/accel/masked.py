@@ -30,6 +30,15 @@ def scaled_outside(vector: Tensor, mask: Tensor, weight: float) -> Tensor:
     return (vector * weight).masked_fill_(mask, 0)
 
 
+def clear_bits(words: Tensor, places: Sequence[int]) -> list[Tensor]:
+    """For every place, where the bit of a vector of 64-bit words is 0; a kernel reads the words once."""
+    if kernels.serve(words):
+        from gluefl.accel.kernels.small import clear_bits as by_kernel
+
+        return by_kernel(words, places)
+    return [words >> place & 1 == 0 for place in places]
+
+
 def largest(values: Tensor, keep: int, start: int, salt: int, among: Tensor | None) -> Tensor | None:
     """A mask of the largest magnitudes by a kernel, None where no kernel serves (`vectors.selection` has the twin)."""
     if not kernels.serve(values) or values.dtype != torch.float32:

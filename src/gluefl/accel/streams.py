@@ -1,7 +1,8 @@
 """CUDA streams, events and copies. On a CPU every function here works synchronously."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,12 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     # Copies to pinned memory are four times as fast; PyTorch's allocator reuses it.
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def numbers_on(device: torch.device, numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """A list of numbers as a tensor on a device. From memory that is not pinned the copy would synchronise."""
+    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def fetched(tensor: Tensor) -> Callable[[], Tensor]:

@@ -1,6 +1,6 @@
 """Who misses what: the version in which every coordinate last changed, and the version every client holds."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -46,10 +46,17 @@ class Ledger:
 
     def missing(self, base: int | None) -> Mask:
         """The coordinates that changed since a version; all of them for a client that holds none."""
-        if base is None:
-            return Mask.uniform(self.changed_at.numel(), True, self.changed_at.device)
-        recent = self.recurrence.missing(self.version - base) if self.recurrence is not None else None
-        return Mask(self.changed_at > base) if recent is None else recent
+        return self.missing_by([base])[base]
+
+    def missing_by(self, bases: Collection[int | None]) -> dict[int | None, Mask]:
+        """The same for many versions."""
+        masks: dict[int | None, Mask] = {}
+        ages = {self.version - base: base for base in bases if base is not None}
+        if self.recurrence is not None:
+            masks = {ages[age]: mask for age, mask in self.recurrence.missing(ages).items()}
+        if None in bases:
+            masks[None] = Mask.uniform(self.changed_at.numel(), True, self.changed_at.device)
+        return masks | {base: Mask(self.changed_at > base) for base in ages.values() if base not in masks}
 
     def staleness(self, client: int) -> int | None:
         """How many versions a client is behind, None if it was never synchronised."""

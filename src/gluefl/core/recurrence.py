@@ -4,12 +4,13 @@ A value on a grid often crosses a boundary and comes back. A client that holds a
 nothing there, although the coordinate changed since.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gluefl.vectors.mask import Mask
+from gluefl.vectors.mask import Mask, where_clear
 
 VERSIONS = 63  # how many versions are remembered, the present one among them
 ALL = 2**VERSIONS - 1
@@ -56,6 +57,7 @@ class Recurrence:
             previous_same=torch.where(changed, same, previous_same),
         )
 
-    def missing(self, age: int) -> Mask | None:
-        """The coordinates whose value differs from that of `age` versions ago; None if that is not remembered."""
-        return Mask(self.same >> age & 1 == 0) if age < VERSIONS else None
+    def missing(self, ages: Iterable[int]) -> dict[int, Mask]:
+        """The coordinates whose value differs from that of so many versions ago, by age, as far as is remembered."""
+        remembered = [age for age in ages if age < VERSIONS]
+        return dict(zip(remembered, where_clear(self.same, remembered)))

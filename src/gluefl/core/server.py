@@ -3,7 +3,7 @@
 A simulation and a real federation call the same functions; nothing here knows how messages travel or who trains.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -155,16 +155,17 @@ def bodies_for(
     """What a client misses, for each version that clients hold."""
     traits = core.traits
     vector, statistics = traits.vector(state.weights, state.statistics), traits.beside(state.statistics)
+    missing = _missing(core, state, set(bases), vector)
     return {
         base: wire.Body(
-            Masked(_missing(core, state, base, vector), vector),
+            Masked(missing[base], vector),
             statistics,
             shared,
             True,
             _codec(core, state, base),
             core.origin,
         )
-        for base in sorted(set(bases), key=lambda base: -1 if base is None else base)
+        for base in sorted(missing, key=lambda base: -1 if base is None else base)
     }
 
 
@@ -176,9 +177,11 @@ def _codec(core: Core, state: State, base: int | None) -> wire.ValueCodec | wire
     return codec.sending(strategy.updates(state.strategy, base))
 
 
-def _missing(core: Core, state: State, base: int | None, vector: Tensor) -> Mask:
-    """What a client misses. One that holds version 0 does not miss what has come back to its first value."""
-    return Mask(vector != core.origin) if base == 0 and core.origin is not None else state.ledger.missing(base)
+def _missing(core: Core, state: State, bases: Set[int | None], vector: Tensor) -> dict[int | None, Mask]:
+    """What clients miss. Those that hold version 0 do not miss what has come back to its first value."""
+    if 0 not in bases or core.origin is None:
+        return state.ledger.missing_by(bases)
+    return {0: Mask(vector != core.origin), **state.ledger.missing_by(bases - {0})}
 
 
 def packages(core: Core, state: State, bases: Iterable[int | None], round: int) -> Packages:

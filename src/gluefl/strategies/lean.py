@@ -188,10 +188,11 @@ class Lean:
         """Steps, and the smallest ones, from the rms of an update by tensor. A tensor that has no step takes it from
         its first update. In the first of all updates the others become coarser by a factor that follows from their
         movement; its mean over the model is the limit, so that fast tensors of a slow model keep their precision."""
-        lacks, factors = state.steps == NEVER, torch.tensor(self._factors(state.space), device=moves.device)
+        lacks, segments = state.steps == NEVER, state.space.segments_of_all
+        factors = segments.numbers(self._factors(state.space))
         if state.updates == 0:
             coarser = self.movement * moves / state.steps
-            sizes = torch.where(lacks, 0, torch.tensor(state.space.segments_of_all.sizes, device=moves.device))
+            sizes = torch.where(lacks, 0, segments.lengths)
             mean = (coarser.double() * sizes).sum() / sizes.sum().clamp(min=1)
             coarse = torch.where(lacks, 0.0, state.steps) * grid.power_of_two(coarser.minimum(mean.float()))
             state = replace(state, steps=state.steps.maximum(coarse.minimum(state.coarsest)))
@@ -211,7 +212,7 @@ class Lean:
         begin today: its first update may have been small, for instance at a learning rate that rises."""
         weights, has_step = _weights(state.space), state.steps < NEVER
         shares = torch.where(has_step, SMOOTHING * state.shares + (1 - SMOOTHING) * changed, state.shares)
-        sizes = torch.tensor(state.space.tensors, device=shares.device)
+        sizes = state.space.segments_of_all.lengths[: len(state.space.tensors)]
         changed_of_all = (shares[: len(sizes)] * sizes).sum() / sizes.sum()
         settled = weights & (state.slack <= self.hysteresis)
         finer = settled & (shares < self.refine_below) & (state.steps / 2 >= state.finest)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gluefl.accel.streams import numbers_on
+
 MANTISSA_BITS = 3  # of the logarithmic grid
 SHIFT = 23 - MANTISSA_BITS  # the bits of a float32 that the logarithmic grid leaves out
 LEAST = 2.0**-126  # of the positive values on the logarithmic grid
@@ -27,32 +29,42 @@ class Segments:
     device: torch.device
 
     @cached_property
-    def _sizes(self) -> Tensor:
-        return torch.tensor(self.sizes, dtype=torch.long, device=self.device)  # also of no tensors
+    def lengths(self) -> Tensor:
+        """The sizes, on the device."""
+        return self.numbers(self.sizes, torch.int64)
 
     @cached_property
     def _index(self) -> Tensor:
         return self.spread(torch.arange(len(self.sizes), device=self.device))
 
     @cached_property
+    def bounds(self) -> Tensor:
+        """Where the tensors begin, and where the last one ends."""
+        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+
+    @cached_property
     def _ends(self) -> list[int]:
         return list(accumulate(self.sizes))
 
+    def numbers(self, of_tensors: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        """One number per tensor, on the device."""
+        return numbers_on(self.device, of_tensors, dtype)
+
     def spread(self, numbers: Tensor) -> Tensor:
         """One number per tensor as one number per entry."""
-        return torch.repeat_interleave(numbers, self._sizes, output_size=self._ends[-1] if self.sizes else 0)
+        return torch.repeat_interleave(numbers, self.lengths, output_size=self._ends[-1] if self.sizes else 0)
 
     def means(self, values: Tensor) -> Tensor:
         """The mean of every tensor of a vector; 0 of an empty one."""
         sums = torch.zeros(len(self.sizes), dtype=torch.float64, device=values.device)
         if values.is_cuda:
             totals = torch.nn.functional.pad(torch.cumsum(values, 0, dtype=torch.float64), (1, 0))
-            sums = torch.diff(totals[self._sizes.cumsum(0)], prepend=totals[:1])
+            sums = totals[self.bounds].diff()
         elif values.numel():
             filled = np.flatnonzero(self.sizes)  # `reduceat` has no sum of nothing
             starts = np.cumsum([0, *self.sizes])[filled]
             sums[filled] = torch.from_numpy(np.add.reduceat(values.numpy(), starts, dtype=np.float64))
-        return (sums / self._sizes.clamp(min=1)).float()
+        return (sums / self.lengths.clamp(min=1)).float()
 
     def largest(self, values: Tensor) -> Tensor:
         """The largest magnitude of every tensor of a vector."""

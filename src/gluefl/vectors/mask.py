@@ -1,8 +1,12 @@
 """A set of positions of a flat vector."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from gluefl.accel.masked import clear_bits
 
 
 class Mask:
@@ -80,3 +84,8 @@ class Mask:
     def split(self, sizes: tuple[int, ...]) -> list["Mask"]:
         """The masks of consecutive segments; the mask itself if there is only one."""
         return [self] if len(sizes) == 1 else [Mask(bits) for bits in torch.split(self.bits, list(sizes))]
+
+
+def where_clear(words: Tensor, places: Sequence[int]) -> list[Mask]:
+    """For every place, the positions where that bit of a vector of 64-bit words is 0."""
+    return [Mask(bits) for bits in clear_bits(words, places)]

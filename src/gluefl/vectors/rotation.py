@@ -21,6 +21,7 @@ from gluefl.parameters import Count, Share, checked
 from gluefl.randomness import stream
 
 SHORTEST, LONGEST = 64, 65536  # blocks
+TOGETHER = 1 << 28  # entries that a kernel adds in one pass
 # The positive half of the Lloyd-Max quantisers of a standard normal variable (Max, 1960), by bits. The level of one
 # bit, √(2/π) there, is 1: the scale of a block makes up for it.
 CENTROIDS = {
@@ -129,18 +130,23 @@ class Rotated:
         self, sent: Iterable[Tensor], weights: Sequence[float], d: int, seed: int, round: int, clients: Sequence[int]
     ) -> Tensor:
         """The sum of weight · estimate over clients, in the given order. A shared rotation is inverted only once;
-        otherwise what was sent is read one by one."""
+        otherwise what was sent is read one by one, or as much as a kernel adds in one pass."""
         blocks, total = self.blocks(d), torch.zeros(d)
         factors = [self._factor(blocks) * weight for weight in weights]
         if self.rotation == "round":
             all_sent = [self._checked(one, d) for one in sent]
             if all_sent:
                 total = total.to(all_sent[0].device)
-                self._add(total, all_sent, factors, self._rotation(seed, round, SHARED), blocks)
+                self._add_shared(total, all_sent, factors, self._rotation(seed, round, SHARED), blocks)
             return total
+        waiting: list[tuple[Tensor, float, Rotation]] = []
         for one, weight, client in zip(sent, factors, clients, strict=True):
             total = total.to(one.device)
-            self._add(total, [self._checked(one, d)], [weight], self._rotation(seed, round, client), blocks)
+            waiting.append((self._checked(one, d), weight, self._rotation(seed, round, client)))
+            if not served(total, blocks) or len(waiting) * d >= TOGETHER:
+                self._add(total, waiting, blocks)
+                waiting.clear()
+        self._add(total, waiting, blocks)
         return total
 
     def _checked(self, sent: Tensor, d: int) -> Tensor:
@@ -158,15 +164,26 @@ class Rotated:
             raise ValueError(f"client {client} stands for a rotation that all clients share; use a lower number")
         return Rotation(seed, round, client)
 
-    def _add(
+    def _add(self, total: Tensor, parts: Sequence[tuple[Tensor, float, Rotation]], blocks: Blocks) -> None:
+        """Add what was sent, with its weight and under its own rotation, to a total."""
+        if parts and served(total, blocks):
+            sent, weights, rotations = zip(*parts)
+            return add_rotated_back(total, sent, blocks, rotations, self.levels, weights)
+        for one, weight, rotation in parts:
+            self._add_rows(total, [one], [weight], rotation, blocks)
+
+    def _add_shared(
         self, total: Tensor, sent: Sequence[Tensor], weights: Sequence[float], rotation: Rotation, blocks: Blocks
     ) -> None:
         """Add what was sent under one rotation to a total."""
-        if served(total, blocks) and len(sent) == 1:
-            return add_rotated_back(total, sent[0], blocks, rotation, self.levels, weights[0])
         if served(total, blocks):
             rotated = self._sum(sent, weights, blocks, slice(0, blocks.count))
-            return add_rotated_back(total, rotated, blocks, rotation, None, 1.0)
+            return add_rotated_back(total, [rotated.flatten()], blocks, [rotation], None, [1.0])
+        self._add_rows(total, sent, weights, rotation, blocks)
+
+    def _add_rows(
+        self, total: Tensor, sent: Sequence[Tensor], weights: Sequence[float], rotation: Rotation, blocks: Blocks
+    ) -> None:
         missing = blocks.entries - blocks.sent
         for rows, signs in pieces(blocks, rotation, total.device):
             rotated = torch.nn.functional.pad(self._sum(sent, weights, blocks, rows), (0, missing))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gluefl.accel.streams import numbers_on
 from gluefl.errors import GlueFLError, WireError
 from gluefl.parameters import NonNegativeCount, checked
 from gluefl.vectors.sparse import Listed, Masked, Sparse
@@ -160,7 +161,7 @@ class CellCodec:
         places, values, device = batch.places, batch.values, batch.places.device
         if values.dtype != torch.float32 or batch.size != self.size:
             raise GlueFLError(f"needed {self.size} float32 values, found {batch.size} of {values.dtype}")
-        sizes = torch.tensor(self.tensors, dtype=torch.long, device=device)
+        sizes = numbers_on(device, self.tensors, torch.int64)
         ends = torch.arange(batch.updates, device=device)[:, None] * self.size + sizes.cumsum(0)
         starts = (ends - sizes).view(-1)
         bounds = torch.cat([starts, torch.full((1,), batch.updates * self.size, device=device)])
@@ -172,7 +173,7 @@ class CellCodec:
         fields = torch.stack([segments.counts, exponents, reordered.long(), gap_parameters, cell_parameters])
         fields = fields.view(len(fields), batch.updates, len(self.tensors))
         counts, partial = fields[0], fields[0] < sizes
-        others = 2 - torch.tensor(self.logarithmic, device=device).long() + (fields[4] >= ESCAPE)
+        others = 2 - numbers_on(device, self.logarithmic, torch.int64) + (fields[4] >= ESCAPE)
         head = (rice.varint_bytes(counts * partial) + others) * (counts > 0)
         bits = gap_bits.view_as(counts) * partial + cell_bits.view_as(counts)
         lengths = -(-len(self.tensors) // 8) + head.sum(1) + (bits.sum(1) + 7) // 8
@@ -192,7 +193,7 @@ class CellCodec:
         refused = ~exact | (lowest < LEAST_EXPONENT) | (scaled.abs() >= CELL_LIMIT)
         cells = torch.where(refused, 0, scaled).int()
         if any(self.logarithmic):
-            by_tensor = torch.tensor(self.logarithmic, device=values.device).repeat(batch.updates)
+            by_tensor = numbers_on(values.device, self.logarithmic, torch.bool).repeat(batch.updates)
             logarithmic, exponents = segments.expand(by_tensor), torch.where(by_tensor, 0, exponents)
             patterns, base_patterns = values.view(torch.int32), base.view(torch.int32)
             cells = torch.where(logarithmic, (patterns >> SHIFT) - (base_patterns >> SHIFT), cells)

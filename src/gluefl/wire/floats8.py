@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gluefl.accel import kernels
 from gluefl.errors import WireError
 from gluefl.vectors.grid import Segments, two_to
 
@@ -16,6 +17,10 @@ NAN_BITS = 0x7F
 
 def rounded(values: Tensor, segments: Segments) -> Tensor:
     """The nearest values that these bytes can hold; what is not finite stays so."""
+    if kernels.serve(values) and values.dtype == torch.float32:
+        from gluefl.accel.kernels.small import round_tensors
+
+        return round_tensors(values, segments.bounds, LARGEST, LEAST_EXPONENT, MOST_EXPONENT)
     scales = segments.spread(two_to(_exponents(values, segments)))
     coded = (values / scales).to(torch.float8_e4m3fn).to(torch.float32) * scales
     return torch.where(torch.isfinite(values), coded, values)

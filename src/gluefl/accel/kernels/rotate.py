@@ -1,5 +1,7 @@
 """Random rotations in blocks: one program transforms one block in registers, by butterflies."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -7,9 +9,10 @@ from torch import Tensor
 
 from gluefl.accel.hadamard import Blocks, Levels
 from gluefl.accel.philox import Rotation
+from gluefl.accel.streams import numbers_on
 
 # A round is `turn` in a kernel, where `round` would hide a builtin.
-NUMBERS = ["k0", "k1", "client", "turn", "size", "blocks", "sent", "weight"]
+NUMBERS = ["k0", "k1", "turn", "size", "blocks", "sent"]
 
 
 @triton.jit
@@ -58,7 +61,7 @@ def _transformed(x, ENTRIES: tl.constexpr, LOG: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=[*NUMBERS, "client"])
 def _quantise_kernel(
     vector, coded, table, k0, k1, client, turn, size, blocks, sent,
     LEVELS: tl.constexpr, ENTRIES: tl.constexpr, LOG: tl.constexpr,
@@ -91,24 +94,29 @@ def _quantise_kernel(
     tl.store(coded + blocks.to(tl.int64) * sent + block, scale.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@triton.jit(do_not_specialize=[*NUMBERS, "count"])
 def _add_back_kernel(
-    total, coded, table, k0, k1, client, turn, size, blocks, sent, weight,
+    total, parts, clients, weights, count, table, k0, k1, turn, size, blocks, sent,
     LEVELS: tl.constexpr, ENTRIES: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
+    """Parts one after the other, each under the rotation of its client; the sum stays in registers."""
     block = tl.program_id(0)
     i = tl.arange(0, ENTRIES)
-    y = tl.load(coded + block.to(tl.int64) * sent + i, mask=i < sent, other=0.0)
-    if LEVELS > 0:
-        scale = tl.load(coded + blocks.to(tl.int64) * sent + block)
-        level = tl.load(table + (y.to(tl.int32) & (LEVELS - 1)))
-        y = tl.where(i < sent, level * scale, 0.0)
-    y = _transformed(y * (1.0 / ENTRIES), ENTRIES, LOG)
-    x = _transformed(_signed(y, 1, block, client, turn, k0, k1, ENTRIES), ENTRIES, LOG)
-    x = _signed(x, 0, block, client, turn, k0, k1, ENTRIES)
     at = block.to(tl.int64) * ENTRIES + i
-    before = tl.load(total + at, mask=at < size, other=0.0)
-    tl.store(total + at, before + x * weight, mask=at < size)
+    result = tl.load(total + at, mask=at < size, other=0.0)
+    for part in range(count):
+        coded = tl.load(parts + part).to(tl.pointer_type(tl.float32))
+        client = tl.load(clients + part)
+        y = tl.load(coded + block.to(tl.int64) * sent + i, mask=i < sent, other=0.0)
+        if LEVELS > 0:
+            scale = tl.load(coded + blocks.to(tl.int64) * sent + block)
+            level = 2 * y - 1 if LEVELS == 2 else tl.load(table + (y.to(tl.int32) & (LEVELS - 1)))
+            y = tl.where(i < sent, level * scale, 0.0)
+        y = _transformed(y * (1.0 / ENTRIES), ENTRIES, LOG)
+        x = _transformed(_signed(y, 1, block, client, turn, k0, k1, ENTRIES), ENTRIES, LOG)
+        x = _signed(x, 0, block, client, turn, k0, k1, ENTRIES)
+        result += x * tl.load(weights + part)
+    tl.store(total + at, result, mask=at < size)
 
 
 def _signed_word(word: int) -> int:
@@ -121,9 +129,10 @@ def _words(rotation: Rotation) -> tuple[int, ...]:
 
 
 def _table(levels: Levels | None, device: torch.device) -> Tensor:
-    """Values, then boundaries; from memory that is not pinned the copy would synchronise."""
-    numbers = (0.0,) if levels is None else (*levels.values, *levels.boundaries)
-    return torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    """Values, then boundaries. One bit has the levels −1 and 1, which need no table."""
+    if levels is None or len(levels.values) == 2:
+        return numbers_on(device, (0.0,), torch.float32)
+    return numbers_on(device, (*levels.values, *levels.boundaries), torch.float32)
 
 
 def _warps(entries: int) -> int:
@@ -134,8 +143,9 @@ def quantise(vector: Tensor, blocks: Blocks, rotation: Rotation, levels: Levels)
     """The codes of all blocks of a rotated vector, the nearest level each, then a scale per block."""
     coded = torch.empty(blocks.count * (blocks.sent + 1), dtype=torch.float32, device=vector.device)
     if blocks.count:
+        table = coded if len(levels.values) == 2 else _table(levels, vector.device)
         _quantise_kernel[(blocks.count,)](
-            vector, coded, _table(levels, vector.device), *_words(rotation), blocks.size, blocks.count, blocks.sent,
+            vector, coded, table, *_words(rotation), blocks.size, blocks.count, blocks.sent,
             LEVELS=len(levels.values), ENTRIES=blocks.entries, LOG=blocks.entries.bit_length() - 1,
             num_warps=_warps(blocks.entries), enable_fp_fusion=False,
         )  # fmt: skip
@@ -143,12 +153,25 @@ def quantise(vector: Tensor, blocks: Blocks, rotation: Rotation, levels: Levels)
 
 
 def add_back(
-    total: Tensor, coded: Tensor, blocks: Blocks, rotation: Rotation, levels: Levels | None, weight: float
+    total: Tensor,
+    coded: Sequence[Tensor],
+    blocks: Blocks,
+    rotations: Sequence[Rotation],
+    levels: Levels | None,
+    weights: Sequence[float],
 ) -> None:
-    """Add the vector that codes and scales (without levels: rotated entries) stand for, times a weight, to a total."""
-    if blocks.count:
-        _add_back_kernel[(blocks.count,)](
-            total, coded, _table(levels, total.device), *_words(rotation), blocks.size, blocks.count, blocks.sent,
-            float(weight), LEVELS=0 if levels is None else len(levels.values), ENTRIES=blocks.entries,
-            LOG=blocks.entries.bit_length() - 1, num_warps=_warps(blocks.entries), enable_fp_fusion=False,
-        )  # fmt: skip
+    """Add weighted vectors to a total, in place and in their order: those that codes and scales (without levels:
+    rotated entries) stand for. Their rotations differ in the client alone."""
+    if not blocks.count or not coded:
+        return
+    device, parts = total.device, [part.contiguous() for part in coded]
+    *key, _, turn = _words(rotations[0])
+    _add_back_kernel[(blocks.count,)](
+        total,
+        numbers_on(device, [part.data_ptr() for part in parts], torch.int64),
+        numbers_on(device, [_signed_word(rotation.client) for rotation in rotations], torch.int32),
+        numbers_on(device, weights, torch.float32),
+        len(parts), _table(levels, device), *key, turn, blocks.size, blocks.count, blocks.sent,
+        LEVELS=0 if levels is None else len(levels.values), ENTRIES=blocks.entries,
+        LOG=blocks.entries.bit_length() - 1, num_warps=_warps(blocks.entries), enable_fp_fusion=False,
+    )  # fmt: skip
