@@ -3,11 +3,13 @@
 bfloat16 has the range of float32, so that losses need no scaling. Evaluation stays in float32.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from gluefl.errors import UsageError
 
@@ -28,8 +30,20 @@ def lowered(precision: Precision | None, device: torch.device) -> AbstractContex
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
+@contextmanager
+def float32_norms(precision: Precision | None, module: nn.Module) -> Iterator[None]:
+    """Within this context batch and instance normalisation read float32: under `vmap` they refuse inputs of another
+    type than their statistics."""
+    with ExitStack() as hooks:
+        for layer in module.modules() if precision is not None else ():
+            if isinstance(layer, _NormBase):
+                handle = layer.register_forward_pre_hook(lambda _, inputs: tuple(map(raised, inputs)))
+                hooks.callback(handle.remove)
+        yield
+
+
 def raised(outputs: Any) -> Any:
-    """The outputs of a model for its loss, which is computed in float32."""
+    """What was computed in bfloat16, in float32: a loss needs it."""
     return outputs.float() if isinstance(outputs, Tensor) and outputs.dtype == torch.bfloat16 else outputs
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from gluefl.clients.precision import Precision, lowered, raised
+from gluefl.clients.precision import Precision, float32_norms, lowered, raised
 from gluefl.clients.rules import Loss
 from gluefl.clients.trainers.layers import ManyClients
 from gluefl.populations.inputs import Inputs, each
@@ -47,7 +47,7 @@ class ByVmap:
             given = each(lambda tensor: _cast(tensor, weights.dtype), self.transform(inputs))
             by_name = dict(given) if isinstance(given, Mapping) else {}
             by_place = () if by_name else given if isinstance(given, tuple) else (given,)
-            with lowered(self.precision, weights.device):
+            with lowered(self.precision, weights.device), float32_norms(self.precision, self.module):
                 outputs = functional_call(self.module, {**tensors, **buffers}, by_place, by_name)
             after = [buffers[part.name].reshape(-1) for part in self.layout.statistics]
             return self.loss(raised(outputs), labels), torch.cat(after) if after else statistics
