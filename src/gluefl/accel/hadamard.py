@@ -6,6 +6,7 @@ much structure that its signs are biased estimates. The factor 1/B of both stage
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from gluefl.accel import kernels
 from gluefl.accel.philox import Rotation, sign_bits, sign_bytes
 
-PIECE, PIECE_ON_GPU = 1 << 18, 1 << 24  # entries transformed at a time: they stay in a core's cache, or in bounds
-LARGEST_FACTOR = 256  # a block of 65536 entries is a matrix of 256 × 256
+PIECE, PIECE_ON_GPU = 1 << 17, 1 << 24  # entries transformed at a time: they stay in a core's cache, or in bounds
+LARGEST_FACTOR = 16  # a block of 4096 entries is a cube: the larger the factors, the more additions
 SHORTEST_IN_KERNEL, LONGEST_IN_KERNEL = 1 << 8, 1 << 14  # entries of a block that a program keeps in registers
 
 
@@ -77,22 +78,33 @@ def pieces(blocks: Blocks, rotation: Rotation, device: torch.device) -> Iterator
 
 def rotate(rows: Tensor, signs: Tensor) -> Tensor:
     """Rotate blocks, the rows of a matrix, by their signs."""
-    return _transform(_transform(rows * signs[:, 0], 1 / rows.shape[1]) * signs[:, 1], 1)
+    return _transform(_transform(rows * signs[:, 0], 1 / rows.shape[1]).mul_(signs[:, 1]), 1)
 
 
 def rotate_back(rows: Tensor, signs: Tensor) -> Tensor:
     """The inverse of `rotate`."""
-    return _transform(_transform(rows, 1 / rows.shape[1]) * signs[:, 1], 1) * signs[:, 0]
+    return _transform(_transform(rows, 1 / rows.shape[1]).mul_(signs[:, 1]), 1).mul_(signs[:, 0])
 
 
 def _transform(rows: Tensor, factor: float) -> Tensor:
     """Sylvester's matrix times every row, times a power of two."""
     if not rows.is_cpu:
         return butterflies(rows) * factor
-    log = rows.shape[1].bit_length() - 1
-    left, right = (SYLVESTER[:size, :size].contiguous() for size in (1 << (log + 1) // 2, 1 << log // 2))
-    products = (rows.reshape(-1, len(right)) @ (right * factor)).view(-1, len(left), len(right))
-    return torch.matmul(left, products).view(rows.shape)
+    first, *others = _factors(rows.shape[1])
+    products, after = rows.reshape(-1, len(first)) @ (first * factor), len(first)
+    for matrix in others:
+        products = torch.matmul(matrix, products.view(-1, len(matrix), after))
+        after *= len(matrix)
+    return products.view(rows.shape)
+
+
+@cache
+def _factors(entries: int) -> list[Tensor]:
+    """The matrices whose Kronecker product is Sylvester's for so many entries, of nearly equal sizes; the last index
+    first."""
+    log, most = entries.bit_length() - 1, LARGEST_FACTOR.bit_length() - 1
+    count = -(-log // most)
+    return [SYLVESTER[:size, :size].contiguous() for size in (1 << (log + i) // count for i in range(count))]
 
 
 def butterflies(rows: Tensor) -> Tensor:

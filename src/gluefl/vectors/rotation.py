@@ -102,7 +102,7 @@ class Rotated:
         for rows, signs in pieces(blocks, rotation, delta.device):
             rotated = rotate(blocks.of(vector, rows), signs)
             if self.rounding == "nearest":
-                codes[rows], scales[rows] = _nearest(rotated, blocks.sent, levels)
+                scales[rows] = _nearest(rotated, levels, codes[rows])
             else:
                 codes[rows], scales[rows] = _stochastic(rotated, blocks.sent, len(levels.values), draws)
         return coded
@@ -113,13 +113,12 @@ class Rotated:
 
     def length(self, sent: Tensor, d: int) -> float:
         """The Euclidean length of the estimate, with what a last block has beyond d; nothing is rotated back."""
-        blocks, values = self.blocks(d), torch.tensor(self.levels.values, device=sent.device)
+        blocks = self.blocks(d)
         codes, scales = _parts(sent, blocks)
         if self.bits == 1:  # all levels have the magnitude 1
             lengths = torch.full_like(scales, math.sqrt(blocks.sent))
         else:
-            decoded = values.index_select(0, codes.flatten().int()).view(codes.shape)
-            lengths = torch.linalg.vector_norm(decoded, dim=1)
+            lengths = torch.linalg.vector_norm(_decoded(codes, self.levels), dim=1)
         return self._factor(blocks) * float(torch.linalg.vector_norm(scales.double() * lengths))
 
     def _factor(self, blocks: Blocks) -> float:
@@ -192,12 +191,10 @@ class Rotated:
 
     def _sum(self, sent: Sequence[Tensor], weights: Sequence[float], blocks: Blocks, rows: slice) -> Tensor:
         """The entries of some rotated blocks that were sent, summed with their weights."""
-        values = torch.tensor(self.levels.values, device=sent[0].device)
         total = torch.zeros((), device=sent[0].device)
         for one, weight in zip(sent, weights, strict=True):
             codes, scales = _parts(one, blocks)
-            decoded = values.index_select(0, codes[rows].flatten().int()).view(-1, blocks.sent)
-            total = total + decoded.mul_((scales[rows] * weight).unsqueeze(1))
+            total = total + _decoded(codes[rows], self.levels).mul_((scales[rows] * weight).unsqueeze(1))
         return total
 
 
@@ -207,21 +204,31 @@ def _parts(coded: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     return coded[:count].view(blocks.count, blocks.sent), coded[count:]
 
 
-def _nearest(rotated: Tensor, sent: int, levels: Levels) -> tuple[Tensor, Tensor]:
+def _decoded(codes: Tensor, levels: Levels) -> Tensor:
+    """The levels that codes stand for."""
+    if len(levels.values) == 2:  # −1 and 1: arithmetic is faster than a table
+        return codes.mul(2).sub_(1)
+    values = torch.tensor(levels.values, device=codes.device)
+    return values.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def _nearest(rotated: Tensor, levels: Levels, codes: Tensor) -> Tensor:
+    """Write the code of the nearest level for the first entries of every block; return the scales."""
     norms = torch.linalg.vector_norm(rotated, dim=1, dtype=torch.float64)  # squares of a float32 can overflow
-    kept = rotated[:, :sent]
+    kept = rotated[:, : codes.shape[1]]
     if len(levels.values) == 2:
-        codes, products = kept >= 0, kept.abs()
+        torch.ge(kept, 0, out=codes)
+        products = kept.abs()
     else:
         deviations = (norms / math.sqrt(rotated.shape[1])).to(torch.float32)
         units = kept * torch.where(deviations > 0, 1 / deviations, 0).unsqueeze(1)
-        codes = torch.zeros(kept.shape, dtype=torch.uint8, device=kept.device)
+        above = torch.zeros(kept.shape, dtype=torch.uint8, device=kept.device)
         for boundary in levels.boundaries:
-            codes += (units >= boundary).view(torch.uint8)
-        values = torch.tensor(levels.values, device=kept.device)
-        products = kept * values.index_select(0, codes.flatten().int()).view(kept.shape)
+            above += (units >= boundary).view(torch.uint8)
+        codes.copy_(above)
+        products = kept * _decoded(codes, levels)
     product = products.sum(1, dtype=torch.float64)
-    return codes, torch.where(product == 0, 0, norms * norms / product)
+    return torch.where(product == 0, 0, norms * norms / product)
 
 
 def _stochastic(rotated: Tensor, sent: int, levels: int, draws: np.random.Generator) -> tuple[Tensor, Tensor]:
