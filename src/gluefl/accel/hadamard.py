@@ -6,7 +6,6 @@ much structure that its signs are biased estimates. The factor 1/B of both stage
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ def _sylvester(size: int) -> Tensor:
     return matrix
 
 
-SYLVESTER = _sylvester(LARGEST_FACTOR)  # its upper left corners are the smaller ones
+FACTORS = [_sylvester(1 << log) for log in range(LARGEST_FACTOR.bit_length())]  # by the logarithm of the size
 SIGNS_OF_BYTES = 1 - 2 * torch.from_numpy(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.float32)
 )
@@ -98,13 +97,12 @@ def _transform(rows: Tensor, factor: float) -> Tensor:
     return products.view(rows.shape)
 
 
-@cache
 def _factors(entries: int) -> list[Tensor]:
     """The matrices whose Kronecker product is Sylvester's for so many entries, of nearly equal sizes; the last index
     first."""
     log, most = entries.bit_length() - 1, LARGEST_FACTOR.bit_length() - 1
     count = -(-log // most)
-    return [SYLVESTER[:size, :size].contiguous() for size in (1 << (log + i) // count for i in range(count))]
+    return [FACTORS[(log + i) // count] for i in range(count)]
 
 
 def butterflies(rows: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ class Segments:
 
     @cached_property
     def _index(self) -> Tensor:
-        return self.spread(torch.arange(len(self.sizes), device=self.device))
+        """The number of its tensor for every entry."""
+        return self._repeated(torch.arange(len(self.sizes), dtype=torch.int32, device=self.device))
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -52,7 +53,9 @@ class Segments:
 
     def spread(self, numbers: Tensor) -> Tensor:
         """One number per tensor as one number per entry."""
-        return torch.repeat_interleave(numbers, self.lengths, output_size=self._ends[-1] if self.sizes else 0)
+        if self.device.type == "cuda":  # repeating takes long there: a few threads write a whole tensor
+            return numbers.index_select(0, self._index)
+        return self._repeated(numbers)
 
     def means(self, values: Tensor) -> Tensor:
         """The mean of every tensor of a vector; 0 of an empty one."""
@@ -69,7 +72,10 @@ class Segments:
     def largest(self, values: Tensor) -> Tensor:
         """The largest magnitude of every tensor of a vector."""
         tensors = torch.zeros(len(self.sizes), device=values.device)
-        return tensors.scatter_reduce_(0, self._index, values.abs(), "amax")
+        return tensors.scatter_reduce_(0, self._index.long(), values.abs(), "amax")
+
+    def _repeated(self, numbers: Tensor) -> Tensor:
+        return torch.repeat_interleave(numbers, self.lengths, output_size=self._ends[-1] if self.sizes else 0)
 
 
 def power_of_two(numbers: Tensor) -> Tensor:

@@ -130,17 +130,18 @@ class Rotated:
     ) -> Tensor:
         """The sum of weight · estimate over clients, in the given order. A shared rotation is inverted only once;
         otherwise what was sent is read one by one, or as much as a kernel adds in one pass."""
-        blocks, total = self.blocks(d), torch.zeros(d)
-        factors = [self._factor(blocks) * weight for weight in weights]
+        blocks, factors = self.blocks(d), [self._factor(self.blocks(d)) * weight for weight in weights]
         if self.rotation == "round":
             all_sent = [self._checked(one, d) for one in sent]
+            total = torch.zeros(d, device=all_sent[0].device if all_sent else None)
             if all_sent:
-                total = total.to(all_sent[0].device)
                 self._add_shared(total, all_sent, factors, self._rotation(seed, round, SHARED), blocks)
             return total
+        total = torch.zeros(0)
         waiting: list[tuple[Tensor, float, Rotation]] = []
         for one, weight, client in zip(sent, factors, clients, strict=True):
-            total = total.to(one.device)
+            if not waiting and not total.numel():
+                total = torch.zeros(d, device=one.device)  # made there: a copy to a GPU would synchronise
             waiting.append((self._checked(one, d), weight, self._rotation(seed, round, client)))
             if not served(total, blocks) or len(waiting) * d >= TOGETHER:
                 self._add(total, waiting, blocks)

@@ -196,7 +196,7 @@ class ManyClients:
     def _count(self, statistics: Tensor) -> None:
         """Add one batch to all counters in one operation."""
         if self._raised is None:
-            raised = torch.zeros(self.layout.statistics_size)
+            raised = torch.zeros(self.layout.tracked_size)
             for part in self.layout.statistics:
                 owner, _, name = part.name.rpartition(".")
                 if name == "num_batches_tracked":
