@@ -1,6 +1,10 @@
 """What a message can make its receiver allocate: in proportion to its bytes or to the receiver's own model."""
 
 import json
+import os
+import platform
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,3 +202,33 @@ class TestTasks:
         records = RecordDict({messages.BODY: ArrayRecord({messages.UPLOAD: array})})
         spent = cost(lambda: messages.read_array(records, messages.UPLOAD, None))
         assert "flat bytes were expected" in spent.error and spent.host_bytes < MEGABYTE
+
+
+# What a process of our own does with freed memory
+
+FAULTS = """
+import os, resource
+import numpy as np
+from gluefl.accel.memory import keep_freed_memory
+if os.environ["KEEP"]:
+    keep_freed_memory()
+for round in range(40):
+    if round == 10:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    vectors = [np.ones(2**21, np.float32) for _ in range(3)]
+    del vectors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_memory_is_kept_for_the_next_vectors() -> None:
+    def faults(**environment: str) -> int:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+        command = [sys.executable, "-c", FAULTS]
+        done = subprocess.run(command, env=own | environment, capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    default = faults(KEEP="")
+    assert faults(KEEP="yes") < default / 10
+    assert faults(KEEP="yes", MALLOC_TRIM_THRESHOLD_="0") > default / 2  # the user's choice goes first

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import click
 
 from gluefl import __version__
+from gluefl.accel.memory import keep_freed_memory
 from gluefl.errors import GlueFLError
 from gluefl.experiments import inspecting
 from gluefl.experiments.bench.commands import bench
@@ -59,6 +60,7 @@ def _first_line(error: Exception) -> str:
 @click.version_option(__version__, prog_name="gluefl")
 def main() -> None:
     """Bandwidth-efficient federated learning: lean, GlueFL, FedAvg, STC and APF with true bytes."""
+    keep_freed_memory()
 
 
 for command in (bench, plan, *inspecting.COMMANDS):

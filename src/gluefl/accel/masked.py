@@ -8,6 +8,8 @@ from torch import Tensor
 from gluefl.accel import kernels
 from gluefl.accel.graphs import largest_by_graph
 
+PIECE = 1 << 14  # entries: so few stay in a core's cache, and no threads are started for them
+
 
 def add_masked(total: Tensor, vectors: Sequence[Tensor], masks: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Add weighted vectors to a total, in place and one after the other, where their masks hold."""
@@ -18,6 +20,15 @@ def add_masked(total: Tensor, vectors: Sequence[Tensor], masks: Sequence[Tensor]
     for vector, mask, weight in zip(vectors, masks, weights):
         # Adding −0 changes nothing, not even the sign of a zero.
         total.add_((vector * weight).masked_fill_(~mask, -0.0))
+    return total
+
+
+def add_weighted(total: Tensor, vector: Tensor, weight: float) -> Tensor:
+    """Add a weighted vector to a total, in place; on a CPU in pieces."""
+    if not total.is_cpu:
+        return total.add_(vector * weight)
+    for part, of_vector in zip(torch.split(total, PIECE), torch.split(vector, PIECE)):
+        part.add_(of_vector * weight)
     return total
 
 

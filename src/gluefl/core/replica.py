@@ -29,7 +29,7 @@ class Replica:
             raise WireError(f"the package starts from version {header.base}, this replica holds {self.version}")
         if header.base is not None and header.base_hash not in (wire.NO_HASH, self.hash):
             raise WireError(f"the package starts from a version {header.base} that is not the one held here")
-        if header.base is None and body.update.positions.numel() != body.update.size:
+        if header.base is None and body.update.count != body.update.size:
             raise WireError("a package without a base must hold the whole model")
         patched = replace(self, **self._patched(body), version=header.version)
         if header.hash not in (wire.NO_HASH, patched.hash):

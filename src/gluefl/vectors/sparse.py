@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gluefl.accel.masked import add_masked, scaled_outside
+from gluefl.accel.masked import add_masked, add_weighted, scaled_outside
 from gluefl.vectors.mask import Mask
 
 
@@ -217,7 +217,7 @@ class Masked:
     def add_to(self, vector: Tensor, weight: float = 1.0) -> Tensor:
         """Add `weight` times this to a vector, in place, and return it."""
         if self.is_whole:
-            return vector.add_(self.vector * weight)
+            return add_weighted(vector, self.vector, weight)
         return add_masked(vector, [self.vector], [self.mask.bits], [weight])
 
     def set_in(self, vector: Tensor, value: float) -> Tensor:

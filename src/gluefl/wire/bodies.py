@@ -20,6 +20,11 @@ class Shared:
     mask: Mask
 
     @cached_property
+    def positions(self) -> Tensor:
+        """The positions that the mask covers."""
+        return self.mask.positions
+
+    @cached_property
     def outside(self) -> Tensor:
         """The positions that the mask does not cover."""
         return self.mask.complement.positions

@@ -41,7 +41,7 @@ def encode(header: Header, body: bytes, size: int, statistics: int, code: int) -
     return fields + struct.pack("<I", checksum) + body
 
 
-def read(data: bytes, expected: Expected) -> tuple[Header, memoryview]:
+def read(data: bytes | memoryview, expected: Expected) -> tuple[Header, memoryview]:
     """The header and the encoded body of a message, or `WireError`."""
     if len(data) < HEADER_BYTES or data[:2] != MAGIC:
         raise WireError(f"{len(data)} bytes that do not start with a compact gluefl header")
@@ -80,5 +80,5 @@ def _float32(number: float) -> float:
     return number if not math.isfinite(number) or abs(number) <= LARGEST else math.copysign(math.inf, number)
 
 
-def _checksum(body: bytes | memoryview, fields: bytes, both_know: bytes) -> int:
+def _checksum(body: bytes | memoryview, fields: bytes | memoryview, both_know: bytes) -> int:
     return zlib.crc32(both_know, zlib.crc32(fields, zlib.crc32(body)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gluefl.errors import WireError
 from gluefl.vectors.mask import Mask
-from gluefl.vectors.sparse import Listed
+from gluefl.vectors.sparse import Listed, whole
 from gluefl.wire import compact
 from gluefl.wire.bodies import Body, BodyCodec, Shared
 from gluefl.wire.encoder import ABSOLUTE, BESIDE_MASK, KNOWN, encode_positions
@@ -47,7 +47,7 @@ def message_bytes(encoding: Encoding) -> int:
     return (AROUND_BYTES if encoding.positions is not None else compact.HEADER_BYTES) + encoding.body_bytes
 
 
-def arrived(data: bytes, body: Body) -> Encoding:
+def arrived(data: bytes | memoryview, body: Body) -> Encoding:
     """The encoding of a message that was read: its length and its support, as those of a body that is measured."""
     body_bytes = len(data) - compact.HEADER_BYTES
     return Encoding(None, None, body.update.support, lambda: body_bytes)
@@ -106,15 +106,16 @@ def encode_body(body: Body, encoding: Encoding | None = None) -> bytes:
     mask = _section(*encoding.mask.result()) if encoding.mask is not None else SECTION.pack(0, KNOWN, 0, 0, 0)
     values = _coded(body.codec.code, body.update.count, body.codec.encode(body.update))
     statistics = _coded(FLOAT32.code, body.statistics.numel(), float_bytes(body.statistics))
-    return b"".join([mask, _section(*encoding.positions.result()), values, statistics])
+    return b"".join([mask, _section(*encoding.positions.result()), *values, *statistics])
 
 
-def decode(data: bytes, expected: Expected) -> tuple[Header, Body]:
+def decode(data: bytes | memoryview, expected: Expected) -> tuple[Header, Body]:
     """Read a message, or raise `WireError`: nothing is allocated beyond the sizes that were checked."""
-    if (whole := expected.body_codec) is not None:
+    if (bodies := expected.body_codec) is not None:
         header, body = compact.read(data, expected)
         shared = expected.shared or Shared(Mask.uniform(expected.size, False, torch.device("cpu")))
-        return header, Body(whole.decode(body, expected.origin), torch.zeros(0), shared, False, whole, expected.origin)
+        update = bodies.decode(body, expected.origin)
+        return header, Body(update, torch.zeros(0), shared, False, bodies, expected.origin)
     codec = cast(ValueCodec, expected.codec)
     header, body = _read_header(data, expected)
     reader = _Reader(body)
@@ -131,7 +132,9 @@ def decode(data: bytes, expected: Expected) -> tuple[Header, Body]:
     known = expected.shared if packed_mask is None else Shared(unpack(packed_mask, expected.size))
     assert known is not None
     positions = _read_positions(relation, packed, known)
-    update = Listed(positions, _decoded(codec, coded, positions), expected.size)
+    values = _decoded(codec, coded, positions)
+    all_of_them = len(values) == expected.size
+    update = whole(values) if all_of_them else Listed(positions, values, expected.size)
     return header, Body(update, floats(statistics, expected.statistics), known, expected.kind == PACKAGE, codec)
 
 
@@ -143,7 +146,7 @@ def replica_hash(weights: Tensor, statistics: Tensor) -> bytes:
     return digest.digest()
 
 
-def _read_header(data: bytes, expected: Expected) -> tuple[Header, memoryview]:
+def _read_header(data: bytes | memoryview, expected: Expected) -> tuple[Header, memoryview]:
     if len(data) < HEADER_BYTES or data[:4] != MAGIC:
         raise WireError(f"{len(data)} bytes that do not start with a gluefl header")
     if len(data) > expected.longest:
@@ -201,8 +204,11 @@ def _read_mask(reader: "_Reader", expected: Expected) -> tuple[int, Packed | Non
 def _read_positions(relation: int, packed: Packed, shared: Shared) -> Tensor:
     mask = shared.mask
     if relation == ABSOLUTE:
-        return unpack(packed, mask.size).positions
+        absolute = unpack(packed, mask.size)
+        return shared.positions if absolute.count == mask.count == mask.size else absolute.positions
     beside = unpack(packed, mask.size - mask.count)
+    if not beside.count:
+        return shared.positions
     return Mask(mask.bits.masked_scatter(~mask.bits, beside.bits), mask.count + beside.count).positions
 
 
@@ -253,5 +259,5 @@ def _decoded(codec: ValueCodec, data: memoryview, positions: Tensor) -> Tensor:
     return values
 
 
-def _coded(code: int, count: int, data: bytes) -> bytes:
-    return SECTION.pack(code, 0, 0, count, len(data)) + data
+def _coded(code: int, count: int, data: bytes) -> tuple[bytes, bytes]:
+    return SECTION.pack(code, 0, 0, count, len(data)), data  # apart: values of a large model are copied once

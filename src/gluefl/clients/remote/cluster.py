@@ -92,7 +92,9 @@ def room(ray: Any, kind: str) -> int:
 
 
 class Actors:
-    """A transport to actors."""
+    """A transport to actors. Ray keeps a queue for each: the next slice is there when the last one is done."""
+
+    ahead = 1
 
     def __init__(self, ray: Any, kit: Kit, count: int, needs: dict[str, float]) -> None:
         self._ray, self.count = ray, count
@@ -187,8 +189,10 @@ class Actor:
     """A worker in a process of Ray."""
 
     def __init__(self, kit: tuple[list[str], bytes], device: str) -> None:
+        from gluefl.accel.memory import keep_freed_memory
         from gluefl.clients.remote.worker import Worker
 
+        keep_freed_memory()
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # vectors of the object store
         self._worker: Worker | None = None
         self._failed: Failed | None = None

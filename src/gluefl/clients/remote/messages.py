@@ -97,9 +97,18 @@ class Reply:
     """What comes back from a client: its upload as bytes, its loss, what it keeps."""
 
     client: int
-    message: bytes
+    message: bytes | memoryview
     loss: float
     kept: Kept
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # As a buffer, Ray copies a message into its memory once, and the reader reads it there.
+        message = pickle.PickleBuffer(self.message) if protocol >= 5 else bytes(self.message)
+        return _reply, (self.client, message, self.loss, self.kept)
+
+
+def _reply(client: int, message: Any, loss: float, kept: Kept) -> Reply:
+    return Reply(client, message if isinstance(message, bytes) else memoryview(message), loss, kept)
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,12 @@ Event = Ready | Done | Failed | Ended
 
 
 class Transport(Protocol):
-    """Workers, and the way to them. A worker has one slice at a time."""
+    """Workers, and the way to them. A worker trains one slice at a time, and answers slices in their order."""
+
+    @property
+    def ahead(self) -> int:
+        """How many slices may wait at a worker beside the one that it trains."""
+        ...
 
     @property
     def count(self) -> int:

@@ -14,10 +14,12 @@ def main(socket: str, memory: str, size_bytes: str, device: str) -> None:
     """Answer slices until the server's process closes the socket or ends."""
     connection = Connection(int(socket))
     kit = connection.recv_bytes()  # before torch is imported, so that the other side need not wait
+    from gluefl.accel.memory import keep_freed_memory
     from gluefl.clients.remote.block import Block
     from gluefl.clients.remote.messages import Broadcast, Failed, Ready
     from gluefl.clients.remote.worker import Worker
 
+    keep_freed_memory()
     block = Block(int(memory), int(size_bytes))
     try:
         worker = Worker(_unpacked(kit), device)

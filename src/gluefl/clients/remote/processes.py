@@ -25,6 +25,8 @@ END_S = 5  # for a worker to end
 class Processes:
     """A transport to processes, one for each of the given devices."""
 
+    ahead = 0  # a worker that sends a reply reads nothing: a second slice could block both sides
+
     def __init__(self, kit: Kit, devices: Sequence[str], block: Block) -> None:
         self.devices, self._block = tuple(devices), block
         self._kit = packed(kit)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gluefl.accel.memory import keep_freed_memory
 from gluefl.clients.cohort import Cohort, Engine, Outcome
 from gluefl.clients.remote.engine import RemoteEngine
 from gluefl.clients.remote.messages import Kit, Transport
@@ -217,6 +218,7 @@ class Idle:
 
 def main(case: str, engine: str, workers: str, text: str) -> None:
     """One case, in this process."""
+    keep_freed_memory()  # as the program does
     work, count = Work(**json.loads(text)), int(workers)
     if case == "w1":
         seconds = w1(work, engine, count)
