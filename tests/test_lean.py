@@ -693,3 +693,23 @@ def test_fast_tensors_of_a_slow_model_keep_their_step() -> None:
     assert slow.steps.tolist() == first
     fast, _ = Lean().aggregate(state, 0.4 * noise, 1)
     assert fast.steps.tolist() == [4 * step for step in first]
+
+
+@pytest.mark.gpu
+def test_the_server_asks_a_gpu_for_nothing_between_uploads_and_update() -> None:
+    device, strategy = torch.device("cuda"), Lean(upload_block=256)
+    space = Space((5000, 300), device, (Statistic(20, "mean"), Statistic(20, "variance")))
+    initial = torch.rand(space.size + space.statistics_size, device=device) + 0.5
+    state, _ = strategy.init(space, initial)
+    for round in range(1, 5):
+        torch.cuda.set_sync_debug_mode("error" if round > 2 else "default")  # the first rounds compile
+        try:
+            uploads = []
+            for client in range(3):
+                task = Task(round, space.mask(False), 0.3, space, client, 7)
+                update, _ = strategy.compress(0.01 * initial, task, None)
+                uploads.append(Upload(client, 0.3, update, initial[:0], 7))
+            state, update = strategy.aggregate(state, strategy.combine(state, uploads, round), round)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert update.count
