@@ -18,7 +18,10 @@ from diagrams import DARK, PAPER, modules, one_round, wire
 from matplotlib import pyplot as plt
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"  # of studies
-PLACES = {"30": (6, 5), "15": (-38, -3), "10": (6, 5), "7": (6, -11), "5": (-9, -14)}  # of labels, by cohort size
+POINTS = {"lean-fast-30": "S", "lean-fast-uniform-30": "U"}  # of the front that are no cohort size
+PLACES = {  # of labels, by cohort size or name
+    "30": (6, 5), "15": (-38, -3), "10": (6, 5), "7": (6, -11), "5": (-9, -14), "S": (6, 4), "U": (-4, 7),
+}  # fmt: skip
 SETTINGS = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -158,13 +161,14 @@ def front() -> plt.Figure:
     styles = {
         "fedavg": ("FedAvg, float32", "#57606a", "s"),
         "int4": ("FedAvg, int4 down, rotated up, averaged", "#bf8700", "^"),
+        "lean-fast": ("lean, fast: with sticky clients (S), uniform (U)", "#8250df", "D"),
         "lean": ("lean", "#cf222e", "o"),
     }
     for family, (title, colour, marker) in styles.items():
         points = [
-            (cells["total_time"]["mean"] / 3600, cells["download"]["mean"] / 1e9, label.split("-")[1])
+            (cells["total_time"]["mean"] / 3600, cells["download"]["mean"] / 1e9, POINTS.get(label, label))
             for label, cells in rows.items()
-            if label.startswith(family) and cells["download"]
+            if label.rpartition("-")[0].removesuffix("-uniform") == family and cells["download"]
         ]
         axes.plot(
             [point[0] for point in points],
@@ -174,9 +178,10 @@ def front() -> plt.Figure:
             color=colour,
             label=title,
         )
-        for hour, size_gb, cohort in points:
-            place = PLACES[cohort]  # points that are close to each other have their labels on different sides
-            axes.annotate(f"K = {cohort}", (hour, size_gb), xytext=place, textcoords="offset points", fontsize=8.5)
+        for hour, size_gb, label in points:
+            name = f"K = {label.split('-')[1]}" if "-" in label else label
+            place = PLACES[label.split("-")[-1]]  # points that are close to each other have labels on different sides
+            axes.annotate(name, (hour, size_gb), xytext=place, textcoords="offset points", fontsize=8.5)
     axes.set(
         xlabel="simulated hours", ylabel="GB downloaded by all clients", yscale="log", xlim=(0, 6), ylim=(0.5, 300)
     )
