@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gluefl.accel.graphs import CAPTURED
+from gluefl.accel.masked import PIECE
 from gluefl.accel.resources import resources
 from gluefl.errors import GlueFLError
 from gluefl.vectors.mask import Mask
@@ -19,7 +20,7 @@ from gluefl.vectors.selection import (
     tie_break,
     top,
 )
-from gluefl.vectors.sparse import Masked, add_all, nothing, part_of, whole
+from gluefl.vectors.sparse import Listed, Masked, add_all, nothing, part_of, whole
 from stubs import twin
 
 few_values = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, 1e-40, -1e-40])  # massive ties, signed zeros, denormals
@@ -266,3 +267,12 @@ def test_over_the_whole_vector_or_over_its_positions_gives_the_same_bits(entries
         expected, found = change(listed), change(masked)
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.view(torch.int32)[~found.isnan()], expected.view(torch.int32)[~found.isnan()])
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, 3 * PIECE + 5])
+def test_a_whole_vector_is_added_in_pieces_with_the_same_bits(size) -> None:
+    one, other = (torch.from_numpy(np.random.default_rng(i).standard_normal(size).astype(np.float32)) for i in (1, 2))
+    positions = torch.arange(size)
+    listed = Listed(positions, other, size)
+    assert torch.equal(whole(other).add_to(one.clone(), 0.3), listed.add_to(one.clone(), 0.3))
+    assert torch.equal(whole(other).add_to(one.clone(), 0.3), one + other * 0.3)

@@ -118,7 +118,8 @@ def _number(value: float) -> str:
 
 def plan_tables(plan: Plan) -> list[Table | str]:
     """The effect of the chosen sizes, the cheapest other sizes, and the reason."""
-    table = Table(show_header=False, title=f"S = {plan.sticky_size}, C = {plan.sticky_cohort}", title_justify="left")
+    title = f"GlueFL with S = {plan.sticky_size}, C = {plan.sticky_cohort} (--strategy lean plans lean)"
+    table = Table(show_header=False, title=title, title_justify="left")
     returns = ", ".join(f"{chance:.1%}" for chance in plan.resample_probability)
     table.add_row("probability of return after 1, 2, … rounds", f"{returns} (uniform {plan.uniform_probability:.2%})")
     table.add_row(

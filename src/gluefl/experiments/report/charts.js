@@ -8,7 +8,7 @@
   const DASHES = ["", "10 5", "7 7", "14 4 3 4", "", "5 4", "2 3", "18 6"];
   const dash = label => DASHES[((colours[label] ?? 0) + ((colours[label] ?? 0) >> 3)) % 8];
 
-  const { digits, say, scale, labelled } = scales;
+  const { digits, say, scale, measured, labelled } = scales;
 
   const element = (name, attributes, parent, text) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -27,7 +27,7 @@
   // Axes with their grid, for lines and for points. Returns the two scales and the edges of the field.
   function field(figure, svg, width, height, xs, ys, ends, room) {
     const y = scale(figure.y, ys, ends.y, height - 44, 26, 5);
-    const left = 12 + 7 * Math.max(...y.ticks.map(([, text]) => text.length)), right = width - 14, edge = right - room;
+    const left = 12 + Math.max(...y.ticks.map(([, text]) => measured(text))), right = width - 14, edge = right - room;
     const x = scale({ ...figure.x, tight: !figure.points }, xs, ends.x, left, edge, width < 420 ? 4 : 7);
     for (const [value, text] of y.ticks) {
       element("line", { class: "grid", x1: left, x2: right, y1: y.place(value), y2: y.place(value) }, svg);
@@ -49,9 +49,11 @@
   const empty = (svg, width, height) => element("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, svg, "all lines are hidden");
   // Room for labels at the right edge, if they are short enough for this width.
   const roomFor = (labels, width) => {
-    const wide = 6.8 * Math.max(...labels.map(label => label.length)) + 16;
+    const wide = Math.max(...labels.map(label => measured(label, 600))) + 16;
     return wide < width * 0.28 ? wide : 0;
   };
+  // A dot as a line that labels keep away from.
+  const ring = (x, y, radius) => [[0, 0], [-1, 0], [0, -1], [1, 0], [0, 1]].map(([a, b]) => [x + a * radius, y + b * radius]);
   function write(svg, labels, lines, box) {
     for (const { text, at: [x, y], box: [from, , to], ...label } of labelled(labels, lines, box)) {
       const near = Math.min(to, Math.max(from, label.x));
@@ -91,10 +93,6 @@
     if (figure.target) {
       const at = y.place(figure.target);
       element("line", { class: "target", x1: left, x2: right, y1: at, y2: at }, svg);
-      const text = "target " + say(figure.target, figure.y.unit);
-      // On a narrow screen the lines need the room.
-      if (width < 420) element("text", { class: "title", x: right, y: 12, "text-anchor": "end" }, svg, "dotted: " + text);
-      else element("text", { class: "name", x: left + 6, y: at < 40 ? at + 14 : at - 5 }, svg, text);
     }
     const path = (xs, values) => xs.map((value, i) => `${x.place(value).toFixed(1)} ${y.place(values[i]).toFixed(1)}`);
     for (const one of full.filter(one => one.low)) {
@@ -114,13 +112,11 @@
       element("circle", { cx, cy, r: one.kind === "seed" ? 4 : 5, style: `fill:${colour(one.label)}` }, svg);
     }
     if (room) {
-      const tips = means.map(one => ({ text: one.label, x: x.place(last(one.x)), y: y.place(last(one.y)) }));
+      const tips = means.map(one => ({ text: one.label, x: x.place(last(one.x)), y: y.place(last(one.y)), radius: 5 }));
       const strokes = full.map(one => one.x.map((value, i) => [x.place(value), y.place(one.y[i])]));
       const dots = full.filter(one => one.reached !== undefined).map(one => [x.place(one.x[one.reached]), y.place(one.y[one.reached])]);
-      const around = dots.map(([a, b]) => [[a - 5, b], [a + 5, b], [a, b - 5], [a, b + 5], [a, b]]);
-      const aim = figure.target && width >= 420 ? y.place(figure.target) + (y.place(figure.target) < 40 ? 10 : -9) : null;
-      const written = aim === null ? [] : [-4, 0, 4].map(shift => [[left + 6, aim + shift], [left + 80, aim + shift]]);
-      write(svg, tips, [...strokes, ...around, ...written], box);
+      const target = figure.target ? [[left, right].map(end => [end, y.place(figure.target)])] : [];
+      write(svg, tips, [...strokes, ...dots.map(([a, b]) => ring(a, b, 5)), ...target], box);
     }
     const cursor = element("g", {}, svg);
     hover(plot, svg, width, left, right, at => {
@@ -157,8 +153,8 @@
     const ends = { x: means.map(one => one.x[0]), y: means.map(one => one.y[0]) };
     const { x, y, box } = field(figure, svg, width, height, shown.flatMap(one => one.x), shown.flatMap(one => one.y), ends, 30);
     const front = figure.front.map(label => means.find(one => one.label === label)).filter(Boolean).map(one => [x.place(one.x[0]), y.place(one.y[0])]);
-    const steps = front.map(([a, b], i) => (i ? `H${a}V${b}` : `M${a} ${b}`));
-    if (front.length > 1) element("path", { class: "front", d: steps.join("") }, svg);
+    const steps = front.flatMap(([a, b], i) => (i ? [[a, front[i - 1][1]], [a, b]] : [[a, b]]));
+    if (front.length > 1) element("path", { class: "front", d: "M" + steps.join("L") }, svg);
     const covered = [];
     for (const one of shown) {
       one.x.forEach((value, i) => {
@@ -170,8 +166,9 @@
         element("circle", { ...at, class: one.kind, style }, svg);
       });
     }
-    const tips = means.map(one => ({ text: one.label, x: x.place(one.x[0]), y: y.place(one.y[0]) }));
-    write(svg, tips, shown.map(one => one.x.flatMap((value, i) => [-5, 5].map(d => [x.place(value) + d, y.place(one.y[i])])).slice(0, 2)), box);
+    const tips = means.map(one => ({ text: one.label, x: x.place(one.x[0]), y: y.place(one.y[0]), radius: 8 }));
+    const dots = shown.flatMap(one => one.x.map((value, i) => ring(x.place(value), y.place(one.y[i]), one.kind === "seed" ? 3 : 8)));
+    write(svg, tips, [...dots, steps], box);
     hover(plot, svg, width, 0, width, (at, down) => {
       if (at === null) return null;
       const away = one => Math.hypot(x.place(one.x[0]) - at, y.place(one.y[0]) - down);
@@ -204,7 +201,7 @@
     const width = Math.max(240, plot.clientWidth), row = Math.min(64, Math.max(40, 180 / Math.max(1, kept.length))), height = 34 + row * Math.max(1, kept.length);
     const svg = canvas(plot, width, height, figure.title);
     const totals = kept.map(({ i }) => figure.series.reduce((sum, one) => sum + one.y[i], 0));
-    const left = Math.min(width * 0.35, 14 + 7 * Math.max(4, ...kept.map(({ label }) => label.length))), right = width - 14;
+    const left = Math.min(width * 0.35, 14 + Math.max(28, ...kept.map(({ label }) => measured(label)))), right = width - 14;
     const x = scale({ ...figure.x, tight: false }, [0, ...totals], totals, left, right, width < 420 ? 4 : 7);
     for (const [value, text] of x.ticks) {
       element("line", { class: "grid", x1: x.place(value), x2: x.place(value), y1: 4, y2: height - 34 }, svg);
@@ -288,6 +285,12 @@
       if (dash(label) && !figure.points) key.style.borderTopStyle = dash(label) === "2 3" ? "dotted" : "dashed";
       item.append(key, label);
       item.addEventListener("click", () => { hidden.delete(label) || hidden.add(label); draw(); });
+      box.append(item);
+    }
+    // Here and not in the field, where it would lie on lines.
+    if (figure.target) {
+      const item = document.createElement("span"), key = Object.assign(document.createElement("i"), { className: "key aim" });
+      item.append(key, "target " + say(figure.target, figure.y.unit));
       box.append(item);
     }
   }

@@ -64,28 +64,37 @@ const scales = (() => {
     return { place, ticks: ticks.map(t => [t, sayTick(t)]), note: [name, plain ? "" : "log scale"].filter(Boolean).join(", "), unit };
   }
 
+  // The width of a text of a figure, in the font that the page has found.
+  const pen = document.createElement("canvas").getContext("2d");
+  const measured = (text, weight = 400) => {
+    pen.font = `${weight} 12px ${getComputedStyle(document.body).fontFamily}`;
+    return pen.measureText(text).width;
+  };
+
   // Where to write each label near its point: the place that covers the least of the other labels and of the lines.
-  // A label is { text, x, y }; `lines` are lists of points; the box is [left, top, right, bottom].
+  // A label is { text, x, y, radius }, the last of its dot; `lines` are lists of points; the box is [left, top, right, bottom].
+  const APART = 1e6;
   function labelled(labels, lines, [left, top, right, bottom]) {
     const points = lines.flatMap(dense), placed = [];
     const covers = (box, [x, y]) => x > box[0] - 2 && x < box[2] + 2 && y > box[1] && y < box[3];
     const cross = (a, b) => a[0] < b[2] + 4 && b[0] < a[2] + 4 && a[1] < b[3] && b[1] < a[3];
     for (const label of [...labels].sort((a, b) => a.y - b.y)) {
-      const wide = 6.8 * label.text.length + 4;
+      const wide = measured(label.text, 600), gap = label.radius + 4;
       let best = null;
-      for (const [shift, away] of [[9, 0], [-9 - wide, 3], [-wide / 2, 6]]) {
+      for (const [shift, away] of [[gap, 0], [-gap - wide, 8], [-wide / 2, 10]]) {
         for (let step = 0; step <= 16; step++) {
           for (const sign of step ? [1, -1] : [1]) {
             const x = label.x + shift, y = label.y + sign * step * 7;
             if (shift === -wide / 2 && step < 2) continue; // on its own point
             const box = [x, y - 7, x + wide, y + 7];
             if (box[0] < left || box[2] > right || box[1] < top || box[3] > bottom) continue;
-            const cost = away + step * 3 + 400 * placed.filter(other => cross(box, other.box)).length + 5 * points.filter(point => covers(box, point)).length;
+            // A free place is better than any that covers something, however far away it is.
+            const cost = away + step * 3 + APART * placed.filter(other => cross(box, other.box)).length + 60 * points.filter(point => covers(box, point)).length;
             if (!best || cost < best.cost) best = { ...label, cost, box, at: [x, y] };
           }
         }
       }
-      if (best && best.cost < 400) placed.push(best);
+      if (best && best.cost < APART) placed.push(best);
     }
     return placed;
   }
@@ -96,5 +105,5 @@ const scales = (() => {
     return Array.from({ length: parts }, (_, k) => [a + ((x - a) * (k + 1)) / parts, b + ((y - b) * (k + 1)) / parts]);
   });
 
-  return { digits, say, scale, labelled };
+  return { digits, say, scale, measured, labelled };
 })();

@@ -29,7 +29,7 @@ def text(plan: Plan | LeanPlan) -> str:
 def lean_tables(plan: LeanPlan) -> list[Table | str]:
     """The recommended parameters, packages by staleness, the cheapest candidates, and the reason."""
     best, float32 = plan.recommended, plan.fedavg_bytes
-    title = f"Recommended: K = {best.cohort}, {_group(best)}, s = {best.step:g}, p = {best.upload_share:g}"
+    title = f"Lean, recommended: K = {best.cohort}, {_group(best)}, s = {best.step:g}, p = {best.upload_share:g}"
     table = Table(show_header=False, title=title, title_justify="left")
     ratio = f"(float32 {volume(float32)}, {float32 / best.down_bytes:.0f} times as much)"
     table.add_row("download per client and round", f"{volume(best.down_bytes)} {ratio}")
