@@ -465,6 +465,16 @@ MIDDLE = """(box => {
     const at = box.getBoundingClientRect();
     return [at.left + at.width / 2, at.top + at.height / 2, at.right];
 })"""
+TOUCHED = """[...document.querySelectorAll(".plot svg")].flatMap(svg => {
+    const boxes = [...svg.querySelectorAll("text.name")].map(one => [one.getBBox(), Number(one.getAttribute("y"))]).map(
+        ([box, base]) => [box.x, base - 10, box.x + box.width, base + 3]);
+    const over = boxes.filter((a, i) => boxes.some(
+        (b, j) => j > i && a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3]));
+    const points = [...svg.querySelectorAll("path:not(.band), line.target")].flatMap(
+        one => Array.from({ length: one.getTotalLength() / 2 }, (_, i) => one.getPointAtLength(2 * i)));
+    const inside = ({ x, y }, [left, top, right, bottom]) => x > left && x < right && y > top && y < bottom;
+    return [...over, ...boxes.filter(box => points.some(point => inside(point, box)))].map(String);
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -506,6 +516,16 @@ def test_the_page_opens_in_a_browser(width, scheme, made, tab) -> None:
     tab.run("document.querySelector('.legend button').click()")
     assert tab.run("document.querySelectorAll('.legend button[aria-pressed=false]').length") == len(drawn) - 1
     assert tab.errors == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_name_lies_on_a_line_or_on_another_name(width, runs, tab, tmp_path) -> None:
+    for folder in runs.glob("*-?"):
+        edit(folder / "config.toml", ("rounds = 12", "rounds = 12\ntarget = 0.5"))
+    page.write([runs], tmp_path / "report.html")
+    tab.open((tmp_path / "report.html").as_uri(), width)
+    assert "target 50%" in tab.run("document.querySelectorAll('.legend')[1].innerText")
+    assert tab.run(TOUCHED) == []
 
 
 def test_a_page_of_damaged_runs_opens_too(runs, tab, tmp_path) -> None:

@@ -5,7 +5,7 @@
   const hidden = new Set();
   const colour = label => `var(--c${(colours[label] ?? 0) % 8})`;
   // Lines that coincide are told apart by their dashes: the gaps of the later one show the earlier one.
-  const DASHES = ["", "10 5", "7 7", "14 4 3 4", "", "5 4", "2 3", "18 6"];
+  const DASHES = ["", "10 5", "7 7", "14 4 3 4", "16 4", "5 4", "2 3", "18 6"];
   const dash = label => DASHES[((colours[label] ?? 0) + ((colours[label] ?? 0) >> 3)) % 8];
 
   const { digits, say, scale, measured, labelled } = scales;
@@ -50,12 +50,12 @@
   // Room for labels at the right edge, if they are short enough for this width.
   const roomFor = (labels, width) => {
     const wide = Math.max(...labels.map(label => measured(label, 600))) + 16;
-    return wide < width * 0.28 ? wide : 0;
+    return wide < width * 0.32 ? wide : 0;
   };
   // A dot as a line that labels keep away from.
   const ring = (x, y, radius) => [[0, 0], [-1, 0], [0, -1], [1, 0], [0, 1]].map(([a, b]) => [x + a * radius, y + b * radius]);
-  function write(svg, labels, lines, box) {
-    for (const { text, at: [x, y], box: [from, , to], ...label } of labelled(labels, lines, box)) {
+  function write(svg, labels, lines, marks, box) {
+    for (const { text, at: [x, y], box: [from, , to], ...label } of labelled(labels, lines, marks, box)) {
       const near = Math.min(to, Math.max(from, label.x));
       if (Math.hypot(near - label.x, y - label.y) > 14) element("line", { class: "leader", x1: label.x, y1: label.y, x2: near, y2: y + (y < label.y ? 6 : -6) }, svg);
       element("text", { class: "name", x, y: y + 4, style: `fill:${colour(text)}` }, svg, text);
@@ -116,7 +116,7 @@
       const strokes = full.map(one => one.x.map((value, i) => [x.place(value), y.place(one.y[i])]));
       const dots = full.filter(one => one.reached !== undefined).map(one => [x.place(one.x[one.reached]), y.place(one.y[one.reached])]);
       const target = figure.target ? [[left, right].map(end => [end, y.place(figure.target)])] : [];
-      write(svg, tips, [...strokes, ...dots.map(([a, b]) => ring(a, b, 5)), ...target], box);
+      write(svg, tips, strokes, [...dots.map(([a, b]) => ring(a, b, 5)), ...target], box);
     }
     const cursor = element("g", {}, svg);
     hover(plot, svg, width, left, right, at => {
@@ -151,7 +151,7 @@
     const shown = figure.series.filter(one => !hidden.has(one.label)), means = shown.filter(one => one.kind === "mean");
     if (!means.length) { empty(svg, width, height); return; }
     const ends = { x: means.map(one => one.x[0]), y: means.map(one => one.y[0]) };
-    const { x, y, box } = field(figure, svg, width, height, shown.flatMap(one => one.x), shown.flatMap(one => one.y), ends, 30);
+    const { x, y, box } = field(figure, svg, width, height, shown.flatMap(one => one.x), shown.flatMap(one => one.y), ends, Math.max(30, roomFor(means.map(one => one.label), width)));
     const front = figure.front.map(label => means.find(one => one.label === label)).filter(Boolean).map(one => [x.place(one.x[0]), y.place(one.y[0])]);
     const steps = front.flatMap(([a, b], i) => (i ? [[a, front[i - 1][1]], [a, b]] : [[a, b]]));
     if (front.length > 1) element("path", { class: "front", d: "M" + steps.join("L") }, svg);
@@ -168,7 +168,7 @@
     }
     const tips = means.map(one => ({ text: one.label, x: x.place(one.x[0]), y: y.place(one.y[0]), radius: 8 }));
     const dots = shown.flatMap(one => one.x.map((value, i) => ring(x.place(value), y.place(one.y[i]), one.kind === "seed" ? 3 : 8)));
-    write(svg, tips, [...dots, steps], box);
+    write(svg, tips, [], [...dots, steps], box);
     hover(plot, svg, width, 0, width, (at, down) => {
       if (at === null) return null;
       const away = one => Math.hypot(x.place(one.x[0]) - at, y.place(one.y[0]) - down);
@@ -267,6 +267,12 @@
     // Below the figure, where it covers no line.
     box.style.transform = `translateX(${Math.round(Math.min(Math.max(0, at - box.offsetWidth / 2), Math.max(0, width - box.offsetWidth)))}px)`;
   }
+  // A line as it is in the figure.
+  function stroke(kind, dashes = "") {
+    const key = element("svg", { class: "key", width: 22, height: 4 });
+    element("line", { class: kind, x1: 0, x2: 22, y1: 2, y2: 2, style: dashes && `stroke-dasharray:${dashes}` }, key);
+    return key;
+  }
   function legend(figure, box) {
     box.replaceChildren();
     const labels = figure.bars.length ? [] : [...new Set(figure.series.map(one => one.label))];
@@ -278,19 +284,18 @@
       box.append(item);
     });
     for (const label of labels) {
-      const item = document.createElement("button"), key = Object.assign(document.createElement("i"), { className: figure.points ? "chip" : "key" });
+      const item = document.createElement("button"), key = figure.points ? Object.assign(document.createElement("i"), { className: "chip" }) : stroke("mean", dash(label));
       item.type = "button";
       item.setAttribute("aria-pressed", String(!hidden.has(label)));
       key.style.setProperty("--c", colour(label));
-      if (dash(label) && !figure.points) key.style.borderTopStyle = dash(label) === "2 3" ? "dotted" : "dashed";
       item.append(key, label);
       item.addEventListener("click", () => { hidden.delete(label) || hidden.add(label); draw(); });
       box.append(item);
     }
     // Here and not in the field, where it would lie on lines.
     if (figure.target) {
-      const item = document.createElement("span"), key = Object.assign(document.createElement("i"), { className: "key aim" });
-      item.append(key, "target " + say(figure.target, figure.y.unit));
+      const item = document.createElement("span");
+      item.append(stroke("target"), "target " + say(figure.target, figure.y.unit));
       box.append(item);
     }
   }

@@ -1,14 +1,16 @@
 """A figure by matplotlib: for papers, slides and the README."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gluefl.experiments.report.chart import Axis, Figure, Series
 
 COLOURS = ("#2a78d6", "#eb6834", "#1a9c6e", "#6a4bbf", "#c98a00", "#d6487f", "#0f7f8c", "#7a6a58")
 DASHES: tuple[Any, ...] = (  # of the page: lines that coincide are told apart
-    "-", (0, (5, 2.5)), (0, (6, 6)), (0, (5.6, 1.6, 1.2, 1.6)), "-", (0, (2, 1.6)), (0, (1, 1.2)), (0, (7, 2.4))
+    "-", (0, (5, 2.5)), (0, (6, 6)), (0, (5.6, 1.6, 1.2, 1.6)), (0, (8, 2)), (0, (2, 1.6)), (0, (1, 1.2)), (0, (7, 2.4))
 )  # fmt: skip
 PARTS = ("#2a5d9c", "#b9c3d0", "#7fb0e4", "#e6c98f")
 UNITS: dict[str, tuple[tuple[float, str], ...]] = {
@@ -63,18 +65,12 @@ def _lines(figure: Figure, axes: Any, places: Mapping[str, int]) -> float:
         _line(figure, one, axes, places[one.label], (x_factor, y_factor))
     if figure.target:
         axes.axhline(figure.target / y_factor, color="#888888", linewidth=0.8, linestyle="--")
-        target = f"target {figure.target / y_factor:g}{'%' if figure.y.unit == 'share' else ''}"
-        axes.text(
-            0.01,
-            figure.target / y_factor,
-            target,
-            transform=axes.get_yaxis_transform(),
-            va="bottom",
-            size=8,
-            color="#666666",
-        )
+        target = f"dashed: target {figure.target / y_factor:g}{'%' if figure.y.unit == 'share' else ''}"
+        # Above the axes, where it lies on no line and no name.
+        place = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
+        axes.annotate(target, **place, size=8, color="#666666")
     _scales(figure, axes, y_factor)
-    axes.set_ylabel(_title(figure.y, y_factor))
+    axes.set_ylabel(textwrap.fill(_title(figure.y, y_factor), 30))
     return x_factor
 
 
@@ -120,24 +116,44 @@ def _scales(figure: Figure, axes: Any, y_factor: float) -> None:
 
 
 def _names(canvas: Any, axes: Any, ends: Mapping[str, tuple[float, float]], places: Mapping[str, int]) -> None:
-    """The name of each line at its end, or above or below it if another name is there."""
+    """The name of each line at its end, or the nearest place beside it where no line and no other name is."""
     canvas.draw_without_rendering()
     frame, unit = axes.get_window_extent(), canvas.dpi / 72
+    strokes = [point for line in axes.lines for point in _points(line, 4 * unit)]
+    height, gap = 11 * unit, 6 * unit
     written = list[tuple[float, float, float]]()
     for label, end in sorted(ends.items(), key=lambda item: -item[1][1]):
         x, y = axes.transData.transform(end)
-        wide, height = 6.5 * len(label) * unit, 11 * unit
-
-        def free(place: float, x: float = x, wide: float = wide, height: float = height) -> bool:
-            apart = all(x + wide < a or a + w < x or abs(b - place) >= height for a, b, w in written)
-            return apart and frame.y0 + height / 2 < place < frame.y1
-
-        steps = [sign * step * 2 * unit for step in range(60) for sign in (1, -1)]
-        y = next((y + step for step in steps if free(y + step)), y)
-        written.append((x, y, wide))
-        place = axes.transData.inverted().transform((x + 6 * unit, y))
         colour = COLOURS[places[label] % len(COLOURS)]
-        axes.text(*place, label, color=colour, size=8.5, weight="bold", va="center", clip_on=False)
+        text = axes.text(*end, label, color=colour, size=8.5, weight="bold", va="center", clip_on=False)
+        wide = text.get_window_extent().width
+
+        def free(place: tuple[float, float], wide: float = wide) -> bool:
+            left, middle = place
+            right, low, high = left + wide, middle - height / 2, middle + height / 2
+            inside = frame.x0 < left and low > frame.y0 and middle < frame.y1
+            apart = all(right < a or a + w < left or abs(b - middle) >= height for a, b, w in written)
+            return inside and apart and not any(left < a < right and low < b < high for a, b in strokes)
+
+        shifts = [sign * step * 2 * unit for step in range(60) for sign in (1, -1)]
+        beside = [(x + gap, y + shift) for shift in shifts] + [(x - gap - wide, y + shift) for shift in shifts]
+        beside.sort(key=lambda place: abs(place[1] - y) + height * (place[0] < x))
+        left, middle = next(filter(free, beside), beside[0])
+        written.append((left, middle, wide))
+        text.set_position(axes.transData.inverted().transform((left, middle)))
+        if abs(middle - y) > height:
+            near = axes.transData.inverted().transform((left if left > x else left + wide, middle))
+            axes.plot(*zip(end, near), color="#888888", linewidth=0.5, scalex=False, scaley=False)
+
+
+def _points(line: Any, radius: float) -> Iterator[tuple[float, float]]:
+    """What a line or its dots cover, as points on the canvas."""
+    corners = [(float(x), float(y)) for x, y in line.get_transform().transform(line.get_xydata())]
+    if line.get_linestyle() == "None":
+        yield from ((x + shift, y) for x, y in corners for shift in (-radius, 0.0, radius))
+        return
+    for (a, b), (x, y) in itertools.pairwise(corners):
+        yield from ((a + (x - a) * part / 40, b + (y - b) * part / 40) for part in range(41))
 
 
 def _bars(figure: Figure, axes: Any) -> float:

@@ -72,13 +72,25 @@ const scales = (() => {
   };
 
   // Where to write each label near its point: the place that covers the least of the other labels and of the lines.
-  // A label is { text, x, y, radius }, the last of its dot; `lines` are lists of points; the box is [left, top, right, bottom].
+  // A label is { text, x, y, radius }, the last of its dot; `lines` and `marks` are lists of points, and only lines must not
+  // pass between a label and its point; the box is [left, top, right, bottom].
+  // Both from the top and from the bottom: labels of ends that lie close together run out of room on one of the sides.
   const APART = 1e6;
-  function labelled(labels, lines, [left, top, right, bottom]) {
-    const points = lines.flatMap(dense), placed = [];
+  function labelled(labels, lines, marks, box) {
+    const [strokes, others] = [lines, marks].map(lists => lists.flatMap(dense)), cost = placed => placed.reduce((sum, { cost }) => sum + cost, (labels.length - placed.length) * APART);
+    const [down, up] = [1, -1].map(sign => placedIn([...labels].sort((a, b) => sign * (a.y - b.y)), strokes, others, box));
+    return cost(up) < cost(down) ? up : down;
+  }
+  function placedIn(labels, strokes, others, [left, top, right, bottom]) {
+    const points = [...strokes, ...others], placed = [];
     const covers = (box, [x, y]) => x > box[0] - 2 && x < box[2] + 2 && y > box[1] && y < box[3];
     const cross = (a, b) => a[0] < b[2] + 4 && b[0] < a[2] + 4 && a[1] < b[3] && b[1] < a[3];
-    for (const label of [...labels].sort((a, b) => a.y - b.y)) {
+    // How much of the way from a label to its point a line covers.
+    const between = ({ x, y }, [from, , to], at) => [0.6, 0.9].filter(part => {
+      const [across, down] = [x + part * (Math.min(to, Math.max(from, x)) - x), y + part * (at - y)];
+      return strokes.some(([a, b]) => Math.hypot(a - across, b - down) < 4);
+    });
+    for (const label of labels) {
       const wide = measured(label.text, 600), gap = label.radius + 4;
       let best = null;
       for (const [shift, away] of [[gap, 0], [-gap - wide, 8], [-wide / 2, 10]]) {
@@ -88,8 +100,10 @@ const scales = (() => {
             if (shift === -wide / 2 && step < 2) continue; // on its own point
             const box = [x, y - 7, x + wide, y + 7];
             if (box[0] < left || box[2] > right || box[1] < top || box[3] > bottom) continue;
+            const swapped = placed.filter(other => Math.abs(other.x - label.x) < 40 && (y - other.at[1]) * (label.y - other.y) < 0);
             // A free place is better than any that covers something, however far away it is.
-            const cost = away + step * 3 + APART * placed.filter(other => cross(box, other.box)).length + 60 * points.filter(point => covers(box, point)).length;
+            const covered = 60 * points.filter(point => covers(box, point)).length + APART * placed.filter(other => cross(box, other.box)).length;
+            const cost = away + step * 3 + 15 * swapped.length + (step > 1 ? 15 * between(label, box, y - sign * 6).length : 0) + covered;
             if (!best || cost < best.cost) best = { ...label, cost, box, at: [x, y] };
           }
         }
