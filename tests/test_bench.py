@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from federations import simulation
 from gluefl import GlueFL, Sticky
 from gluefl.cli import main
-from gluefl.experiments.bench import node
+from gluefl.errors import GlueFLError
+from gluefl.experiments.bench import fleet, node
 from gluefl.experiments.bench.commands import STRATEGIES
 from gluefl.experiments.bench.profile import Marks, Stopwatch, idle_by_part, watched
 from gluefl.experiments.bench.timeline import lines
@@ -124,6 +125,19 @@ def test_rounds_of_two_populations_are_measured_in_turns(all_cores) -> None:
     small, large = json.loads(done.stdout)["populations"]
     assert (small["clients"], large["clients"]) == (1000, 10**8) and 300 < small["known_clients"] <= 500
     assert large["ratio_to_previous"] == large["round_s"] / small["round_s"] and large["checkpoint_s"] > 0
+
+
+@pytest.mark.usefixtures("all_cores")
+def test_models_are_measured_on_pictures_of_any_size() -> None:
+    options = ["--model", "leaf_cnn", "--side", "8", "--cohort", "2", "--rounds", "2", "--json"]
+    done = CliRunner().invoke(main, ["bench", "models", *options], catch_exceptions=False)
+    assert json.loads(done.stdout)["models"]["leaf_cnn"]["gluefl_s"] > 0
+
+
+@pytest.mark.parametrize("measured", [lambda: node.measure(-1), lambda: fleet._fresh_memory_mb(-1)])
+def test_a_measurement_that_fails_in_its_process_says_why(measured) -> None:
+    with pytest.raises(GlueFLError, match=r"(?s)in a process of its own ended with status 1.*Error: "):
+        measured()
 
 
 @pytest.mark.parametrize("sizes", ["1000;2000", "", "10", "100000000000"])

@@ -82,6 +82,28 @@ def test_a_folder_without_results_is_an_error_of_usage(tmp_path, text: str) -> N
     assert shown.exit_code == 2 and "gluefl study NAME" in shown.stderr
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tables": [{"rows": 3}]},
+        {"tables": [{"rows": {"gluefl": {"download": {"values": ["x"]}}}}]},
+        {"tables": 3},
+        {"study": ["table2"]},
+    ],
+)
+def test_a_file_that_only_looks_like_results_is_refused(tmp_path, wrong) -> None:
+    (tmp_path / "study.json").write_text(json.dumps({**result("table2", "paper scale", {}), **wrong}))
+    shown = CliRunner().invoke(main, ["claims", str(tmp_path)])
+    assert shown.exit_code == 2 and "study.json" in shown.stderr and "gluefl study NAME" in shown.stderr
+
+
+def test_a_ratio_to_zero_decides_nothing() -> None:
+    rows = {"gluefl": {"download": [70.0, 72.0]}, "stc": {"download": [0.0, 61.0]}}
+    _, lines = table([result("table2", "paper scale", rows)])
+    by_text = {line[0]: line for line in lines}
+    assert by_text["GlueFL downloads less than STC until the target"][3] == "not decided: no value in every run"
+
+
 def test_the_tables_of_the_document_are_those_of_the_results(tmp_path) -> None:
     study = load("table2")
     runs = [made_up("fedavg", [0.5, 0.8, 0.9], target=0.8), made_up("gluefl", [0.5, 0.6, 0.9], target=0.8)]

@@ -14,9 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gluefl.cli import main
-from gluefl.config import merged, read, to_toml, validated, variants, with_sets
+from gluefl.config import COMPARED, merged, read, to_toml, validated, variants, with_sets
 from gluefl.errors import UsageError
+from gluefl.experiments.bench import commands
+from gluefl.experiments.report.comparison import FAMILIES
+from gluefl.experiments.theory import staleness
+from gluefl.fleet import devices
 from gluefl.storage.journal import read as read_journal
+from gluefl.strategies.registry import ROWS
 
 RUN_KEYS = [
     "strategy",
@@ -235,6 +240,19 @@ def test_runs_of_a_comparison_agree_on_how_clients_come_to_version_0() -> None:
     assert initials(compare={"strategies": ["fedavg", "lean"]}, wire={"initial": "download"}) == ["download"] * 2
     own = {"strategies": ["fedavg", "lean"], "lean": {"wire": {"initial": "download"}}}
     assert initials(compare=own) == ["known", "download"]
+
+
+def test_names_that_are_listed_without_torch_are_those_of_the_registries() -> None:
+    assert set(COMPARED) == set(commands.STRATEGIES) == set(FAMILIES) == set(ROWS)
+    assert {*staleness.NETWORKS, "file"} == set(devices.NETWORKS)
+
+
+def test_sizes_that_all_runs_share_are_for_those_that_sample_sticky() -> None:
+    found = variants({"sampling": {"cohort": 4, "sticky_size": 12}, "compare": {"strategies": ["fedavg", "lean"]}})
+    assert [found[label].sampling.sticky_size for label in ("fedavg", "lean")] == [None, 12]
+    with pytest.raises(UsageError, match="fedavg samples uniformly"):
+        own = {"strategies": ["fedavg"], "fedavg": {"sampling": {"sticky_size": 12}}}
+        variants({"compare": own})
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,11 @@ from gluefl.clients.residuals.index import read_index
 from gluefl.core.register import VALUE_BITS
 from gluefl.errors import Damaged, Diverged, GlueFLError, UsageError
 from gluefl.experiments.verify import verify
+from gluefl.simulation.fingerprint import fingerprint
 from gluefl.storage import checkpoint
 from gluefl.storage.journal import SUMMED, Journal, Totals, read
 from gluefl.storage.sealed import seal, unseal
+from gluefl.vectors.layout import Layout
 from runs import KILLED_AT, options, small_run
 from stubs import Blobs, dyadic, mlp
 
@@ -372,6 +374,19 @@ def test_resume_sees_what_changed(name, tmp_path) -> None:
     with pytest.raises(UsageError, match=says):
         small_run(out=tmp_path / "run", rounds=4, resume=True, **after)
     assert len(small_run(out=tmp_path / "run", rounds=4, resume=True, **before).journal) == 4
+
+
+class Untested(Blobs):
+    """Without test samples: rows that numpy took from an array have a stride of 0 if there are none."""
+
+    def test(self):
+        return super().test().each(lambda tensor: torch.from_numpy(tensor.numpy()[np.arange(0)]))
+
+
+def test_a_population_without_test_samples_has_a_fingerprint() -> None:
+    module = mlp()
+    layout, loss = Layout.of(module), nn.functional.cross_entropy
+    assert fingerprint(module, layout, Untested(), loss).data != fingerprint(module, layout, Blobs(), loss).data
 
 
 def test_residuals_of_another_precision_are_refused(run) -> None:

@@ -83,6 +83,14 @@ def test_noise_is_even_and_independent_across_seeds_and_purposes() -> None:
     assert [np.mean(z**k) for k in (1, 2, 3, 4)] == pytest.approx([0, 1, 0, 3], abs=0.05)
 
 
+def test_noise_stays_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = np.array([0, 2**63, 2**64 - 2**12, 2**64 - 1], np.uint64)
+    monkeypatch.setattr(Noise, "_word", lambda noise, keys: words)
+    assert Noise(0, "a").uniform(0).tolist() == [2.0**-54, 0.5, 1 - 2.0**-52, 1 - 2.0**-53]
+    monkeypatch.setattr(Noise, "_word", lambda noise, keys: words[-1:])
+    assert Fleet("edge", "always", failure_share=1.0)._fails_s(0, 0.0, (1.0, 1.0, 1.0)) == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize("hour", [0, 0.05, 1, 7, 20, 23.5, 31, 46.75, 103, 1000])
 def test_share_online_is_the_calibrated_curve(hour: float) -> None:
     online = Diurnal(seed=3).online(MANY[:50_000], hour * HOUR_S)

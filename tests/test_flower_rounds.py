@@ -47,6 +47,27 @@ def test_replicas_are_the_servers_model_bit_for_bit(tmp_path, strategy, sampler)
     assert len(result.evaluate_metrics_clientapp) == 8
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"checkpoints_kept": 0},
+        {"fraction_evaluate": "a"},
+        {"seed": "x"},
+        {"averaging": 0.9},
+        {"initial": "foo"},
+        {"out": 3},
+        {"guard": 1.0},
+        {"server": "adam"},
+        {"strategy": FedAvg},
+        {"sampler": 3},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_arguments_that_cannot_be_used_are_refused(wrong) -> None:
+    with pytest.raises(UsageError, match=f"GlueFLStrategy cannot be used:\n  {next(iter(wrong))}: .* found "):
+        GlueFLStrategy(**{"sampler": Uniform(2), **wrong})
+
+
 def test_bytes_are_those_of_the_messages(tmp_path) -> None:
     server, _, _ = federation(tmp_path, rounds=2, count=6)
     line = server.session.journal.lines[0]

@@ -10,15 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from federations import LAYOUT, RUN
-from gluefl import FedAvg, Lean, Uniform
+from gluefl import STC, FedAvg, Lean, Uniform
 from gluefl.core.guard import LOSS, UPDATE, Claim, Guard, GuardState, judged, watched
 from gluefl.core.protection import claim, returned
 from gluefl.core.sampling import Pool
 from gluefl.core.server import Closed, Core, aggregate, publish, start
 from gluefl.parameters import ParameterError
+from gluefl.privacy import Private
 from gluefl.strategies import Space, Task, Upload
-from stubs import dyadic
+from gluefl.strategies.coded import Coded
+from gluefl.vectors.layout import Layout
+from stubs import dyadic, mlp
 
+BARE = Layout.of(mlp())
 NO_LIMIT = {UPDATE: math.inf}
 HONEST = st.lists(st.floats(1.0, 9.0), min_size=2, max_size=9)
 
@@ -157,6 +161,29 @@ def test_a_loss_that_explodes_or_replies_that_fail_make_a_round_bad() -> None:
     # The good version itself has that loss now: the data changed, not the model, and training goes on.
     moved = watched(guard, worse, 7, [20.0, 30.0], False, is_good=True)
     assert (moved.bad_rounds, moved.good_round, moved.accepted[LOSS]) == (0, 6, (20.0,))
+
+
+KEEPING = STC(0.1, "plain", server_feedback=True, ternary=True, cached_updates=9)
+
+
+@pytest.mark.parametrize("strategy", [KEEPING, Private(Coded(KEEPING), 9.0, 0.1, 1.0)], ids=["stc", "private"])
+def test_after_a_return_nobody_is_sent_updates_that_lead_elsewhere(strategy) -> None:
+    core = Core(5, RUN, BARE, Space.of(BARE), Uniform(2), strategy, *map(torch.zeros, (BARE.size, 0)))
+
+    def next_to(state, round):
+        upload = upload_of(core, state, dyadic(BARE.size, round, 0), state.statistics, round=round)
+        return publish(core, state, aggregate(core, state, [upload], round), Closed(round, 0.0, (), {0: 1}))
+
+    states = [first(core)]
+    for round in (1, 2, 3):
+        states.append(next_to(states[-1], round))
+    states.append(publish(core, states[-1], returned(core, states[-1], states[1]), Closed(4, 0.0, (), {})))
+    newest = next_to(states[-1], 5)
+    for held in states:
+        missed = core.strategy.updates(newest.strategy, held.ledger.version)
+        assert (missed is None) == (held.ledger.version < 4)  # then the weights are sent
+    sent = (missed.signs.float() * missed.magnitudes[:, None]).sum(0)
+    assert torch.equal(states[-1].weights + sent, newest.weights)
 
 
 @pytest.mark.parametrize("strategy", [FedAvg(), Lean()], ids=["fedavg", "lean"])

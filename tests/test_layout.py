@@ -36,6 +36,15 @@ class WithTables(nn.Module):
         self.register_buffer("scale", torch.randn(2))
 
 
+class Flagged(nn.Linear):
+    """A boolean buffer that training may change."""
+
+    def __init__(self, tracked_buffers: tuple[str, ...] | str) -> None:
+        super().__init__(2, 2)
+        self.tracked_buffers = tracked_buffers
+        self.register_buffer("flag", torch.tensor(True))
+
+
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
 
@@ -158,6 +167,10 @@ def test_split_gives_named_views_and_keeps_leading_dimensions() -> None:
     ("module", "says"),
     [
         (nn.Linear(2, 2).double(), "float64"),
+        (nn.Sequential(nn.LazyLinear(2)), r"'0\.weight' belongs to a lazy layer.*apply Sequential to a batch"),
+        (nn.Linear(2, 2, device="meta"), r"'weight' is on the device meta.*to_empty"),
+        (Flagged(("flag",)), "the buffer 'flag' is boolean"),
+        (Flagged("flag"), r"tracked_buffers = 'flag' of Flagged is a text; give a tuple of names: \('flag',\)"),
         (nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), "complex"),
         (nn.ReLU(), "no trainable parameter"),
         (nn.Linear(2, 2).requires_grad_(False), "no trainable parameter"),

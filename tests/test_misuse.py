@@ -32,6 +32,8 @@ ARGUMENTS = [
     ("setting", {"setting": Options()}),
     ("options", {"options": Setting()}),
     ("no trainable parameter", {"model": nn.LayerNorm(0)}),
+    ("belongs to a lazy layer", {"model": nn.Sequential(nn.LazyLinear(4))}),
+    ("on the device meta", {"model": nn.Linear(6, 4, device="meta")}),
 ]
 
 

@@ -1,6 +1,7 @@
 """Nonsense on the command line, in a file or in Python gives one message and an exit code, never a traceback."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -69,6 +70,7 @@ SETS = [
     ("model.classes=3", "follows from the population"),
     (f"model.hidden={HUGE}", "hidden"),
     ("strategy.q=true", "strategy.q"),
+    ("sampling.sticky_size=40", "samples uniformly: remove sticky_size and sticky_cohort"),
     ("residuals.memory_gb=1e300", "residuals.memory_gb"),
     ("training.weight_decay=1e308", "training.weight_decay"),
     ("training.batch=1000000000000", "at most 100000000 can be drawn"),
@@ -149,6 +151,8 @@ COMPARED = [
     ("compare=3", "it must be a table"),
     ("compare=[]", "it must be a table"),
     ("compare.fedavg=3", "compare.fedavg = 3"),
+    ("compare.fedavg.seed=7", "compare.fedavg.seed: the runs of a comparison share their seeds"),
+    ("compare.fedavg.target=0.01", "need one target and one metric, found fedavg: target 0.01, top1"),
     ("compare.fedavg.strategy=3", "compare.fedavg.strategy = 3"),
     ('compare.strategies=["stc", "stc"]', "once"),
     *(
@@ -243,6 +247,20 @@ def test_a_folder_of_rubbish_is_reported_or_refused(folder) -> None:
     (run / "config.toml").write_text("a = " + 10_000 * "[")
     (run / "summary.json").write_text(100_000 * "[")
     assert invoke("report", "run", "--out", "page.html").exit_code in (0, 1, 2)
+
+
+def test_values_of_a_configuration_that_have_another_type_are_marked(folder) -> None:
+    assert invoke("run", "tiny.toml", "--out", "run").exit_code == 0
+    config = folder / "run" / "config.toml"
+    config.write_text(re.sub(r"(?m)^(average|clients|seed|rounds) = .*$", r'\1 = "12"', config.read_text()))
+    assert invoke("report", "run", "--out", "page.html").exit_code == 0
+    assert "evaluation.average" in (folder / "page.html").read_text()
+
+
+def test_a_run_in_another_process_ends_with_the_exit_code_of_its_error(folder) -> None:
+    arguments = ("study", "figure2", "--seed", "1", "--only", "stc-q20", "--out", "out", "--jobs", "1")
+    says = refused(*arguments, "--model", "leaf_cnn", "--set", "model.side=32", "--set", "population.clients=40")
+    assert "the run stc-q20, seed 1 failed:" in says and "cannot be applied to inputs" in says
 
 
 def test_memory_that_is_not_there_is_a_message(folder, monkeypatch) -> None:

@@ -108,6 +108,22 @@ def test_a_torch_optimizer_needs_a_factory_and_a_rate(arguments) -> None:
         TorchOptimizer(**arguments)
 
 
+def test_scaffold_refuses_a_rate_below_float32() -> None:
+    rule = Scaffold(3, batch=8, lr=0.01, lr_decay=0.1, lr_decay_every=1, share=0.1)
+    assert rule.rate(36) == LocalSGD(3, lr=0.01, lr_decay=0.1, lr_decay_every=1).rate(36) > 0
+    for wrapped in (rule, Clipped(rule)):
+        with pytest.raises(UsageError, match=r"the learning rate of round 60 is 1e-61; .* set lr_min"):
+            wrapped.rate(60)
+    assert replace(rule, lr_min=1e-6).rate(60) == 1e-6
+
+
+def test_the_smallest_rate_is_not_above_the_first() -> None:
+    for kind in (LocalSGD, LocalAdam):
+        with pytest.raises(UsageError, match=r"lr_min = 0\.5 must not be above lr = 0\.01"):
+            kind(lr=0.01, lr_min=0.5)
+    assert LocalSGD(lr=0.01, lr_min=0.5, schedule=lambda round: 0.1).rate(1) == 0.1  # which ignores both
+
+
 def test_frozen_coordinates_leave_control_variates_as_they_are() -> None:
     """A coordinate that did not move says nothing about its gradient."""
     rule = Scaffold(3, batch=8, lr=0.05, share=0.1)

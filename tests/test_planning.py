@@ -133,6 +133,8 @@ def test_a_plan_for_sizes_that_cannot_run_is_refused(wrong) -> None:
     [
         {"cohort": 2800},
         {"cohort": -3},
+        {"cohort": "a"},
+        {"sticky_size": "a"},
         {"q": 0.1},
         {"q": 1.2},
         {"rounds": 0},
@@ -149,10 +151,13 @@ def test_what_cannot_be_planned_is_refused(wrong) -> None:
         plan(**{**FEMNIST, **wrong})
 
 
+MANY = {"staleness_cost": "0.2", "rounds": 3 * 10**9}  # before the shares of so many rounds are computed
+
+
 def test_words_on_the_command_line_are_read_or_refused(tmp_path) -> None:
     assert read_options({"regenerate_every": "never", "q": None}) == {"regenerate_every": None}
     assert read_options({"staleness_cost": "0.2,0.5"}) == {"staleness_cost": [0.2, 0.5]}
-    for wrong in ({"regenerate_every": "often"}, {"staleness_cost": "a,b"}, {"staleness_cost": str(tmp_path)}):
+    for wrong in ({"regenerate_every": "often"}, {"staleness_cost": "a,b"}, {"staleness_cost": str(tmp_path)}, MANY):
         with pytest.raises(UsageError):
             read_options(wrong)
 

@@ -166,6 +166,13 @@ def test_sticky_clients_download_less_and_known_models_too() -> None:
     assert all(by_sizes[one.sticky_size, one.sticky_cohort] > one.down_bytes for one in known.candidates)
 
 
+def test_a_sticky_group_of_size_zero_is_uniform_sampling() -> None:
+    found = plan(2800, 30, 0, strategy="lean", parameters=10**6, step=0.5, upload_share=1.0).candidates
+    assert [(one.cohort, one.sticky_size, one.sticky_cohort) for one in found] == [(30, 0, 0)]
+    with pytest.raises(UsageError, match="no group of clients fits"):
+        plan(2800, 30, 0, 24, strategy="lean", parameters=10**6)
+
+
 def test_a_model_by_name_has_its_own_numbers() -> None:
     found = built("small_cnn")
     assert found.weights == plan(800, 20, strategy="lean", model="small_cnn").model.weights > 100_000

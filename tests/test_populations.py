@@ -162,10 +162,14 @@ def test_femnist_broken(tmp_path, rng):
     broken(lambda user: user["x"][0].pop(), "not arrays of numbers")
     broken(lambda user: user["x"][0].__setitem__(0, 1.5), "numbers in 0…1")
     broken(lambda user: user.update(x=[], y=[]), "no samples")
+    for y in (3, [[1], [2]], [10**30]):
+        broken(lambda user, y=y: user.update(y=y), "not arrays of numbers")
     (tmp_path / "train" / "cut.json").write_text(file.read_text()[:1000])
     file.write_text(json.dumps(good))
     with pytest.raises(DataError, match=r"cut\.json: not a LEAF JSON file"):
         build("femnist", path=tmp_path)
+    assert build("femnist", path=tmp_path, skip_broken=True).skipped == 1
+    (tmp_path / "train" / "cut.json").write_text("[" * 200_000)
     assert build("femnist", path=tmp_path, skip_broken=True).skipped == 1
 
 
@@ -174,9 +178,13 @@ def test_femnist_parquet_broken(tmp_path, rng):
     images[7], images[8] = b"no image", png(rng, (27, 28))
     file = tmp_path / "a.parquet"
     write_parquet(file, images, ["w"] * 30, [0] * 29 + [99])
-    with pytest.raises(DataError, match=r"a\.parquet, writer w: an image does not decode"):
+    with pytest.raises(DataError, match=r"a\.parquet, writer w: an image or its label does not decode"):
         build("femnist", path=tmp_path)
     assert build("femnist", path=tmp_path, skip_broken=True).skipped == 3
+    write_parquet(file, [png(rng) for _ in range(30)], ["w"] * 30, [*"0" * 28, "A", "9" * 30])
+    with pytest.raises(DataError, match=r"a\.parquet, writer w: an image or its label does not decode.*'A'"):
+        build("femnist", path=tmp_path)
+    assert build("femnist", path=tmp_path, skip_broken=True).skipped == 2
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(DataError, match=r"a\.parquet: not a parquet file"):
         build("femnist", path=tmp_path)
@@ -250,6 +258,9 @@ def test_speech_broken(speech, rng):
     broken("cat/aa_nohash_2.wav", "no sound")
     write_wav(speech / "cat" / "nameless.wav", np.ones(8000))
     broken("cat/nameless.wav", "not named")
+    (speech / "testing_list.txt").write_bytes(b"cat/\xff_nohash_0.wav")
+    with pytest.raises(DataError, match=r"testing_list\.txt: not a readable text"):
+        build("speech", path=speech)
     (speech / "testing_list.txt").unlink()
     with pytest.raises(DataError, match=r"testing_list\.txt is missing.*curl"):
         build("speech", path=speech)
@@ -293,6 +304,9 @@ def test_openimage(open_images):
     assert population.train(1).labels.tolist() == list(range(10))
     assert len(population.test()) == 4 and population.test() is population.test()
     assert build("openimage", clients=1, **options).clients == 1
+    with open(open_images / "client_data_mapping" / "train.csv", "a") as file:
+        file.writelines(f"{10**30},10_{number}.jpg,Tree,0\n" for number in range(3))
+    assert build("openimage", **options).names == ("10", str(10**30), "9")  # too long for numbers
 
 
 def test_openimage_broken(open_images):
@@ -309,6 +323,10 @@ def test_openimage_broken(open_images):
         build("openimage", classes=9, **options)
     (open_images / "test" / "5_0.jpg").unlink()
     with pytest.raises(DataError, match=r"5_0\.jpg is missing"):
+        build("openimage", **options)
+    with open(open_images / "client_data_mapping" / "test.csv", "a") as file:
+        file.write(f"1,{'x' * 140_000},Tree,0\n")
+    with pytest.raises(DataError, match=r"test\.csv, line 7: not a readable CSV"):
         build("openimage", **options)
     (open_images / "client_data_mapping" / "test.csv").write_text("client,path\n")
     with pytest.raises(DataError, match=r"test\.csv: has the columns"):
@@ -369,12 +387,23 @@ def test_mnist_writers_broken(mnist):
     labels.write_bytes(gzip.compress(idx(columns)))
     with pytest.raises(DataError, match="not those of MNIST's train set"):
         build("mnist_writers", path=mnist)
-    labels.write_bytes(labels.read_bytes()[:20])
-    with pytest.raises(DataError, match=r"qmnist-train.*not a whole IDX file"):
-        build("mnist_writers", path=mnist)
+    whole = labels.read_bytes()
+    for wrong in (whole[:20], whole[:10] + b"\xff" * 30, gzip.compress(idx(np.array(3, np.int32)))):
+        labels.write_bytes(wrong)
+        with pytest.raises(DataError, match=r"qmnist-train.*not a whole IDX file"):
+            build("mnist_writers", path=mnist)
     labels.unlink()
     with pytest.raises(DataError, match=r"qmnist-train.*is missing.*curl"):
         build("mnist_writers", path=mnist)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("x", ()), ("y", ()), ("y", (4, 1)), ("writer", ()), ("writer", (4, 1))])
+def test_mnist_writers_of_other_shapes(tmp_path, name, shape):
+    shapes = {"x": (4, 28, 28), "y": (4,), "writer": (4,)}
+    arrays = {f"{key}_{part}": np.zeros(size, int) for key, size in shapes.items() for part in ("train", "test")}
+    np.savez(tmp_path / "mnist.npz", **{**arrays, f"{name}_train": np.zeros(shape, int)})
+    with pytest.raises(DataError, match="the train images, labels and writers do not fit together"):
+        build("mnist_writers", path=tmp_path / "mnist.npz")
 
 
 # spoken_digits, commands
@@ -397,6 +426,10 @@ def test_spoken(tmp_path, rng, name):
     np.savez(file, **{**arrays, "y": arrays["y"] + 9}, **words)
     with pytest.raises(DataError, match=r"spoken\.npz: sample .* has the label"):
         build(name, path=file)
+    for wrong in ("y", "speaker", *words):
+        np.savez(file, **{**arrays, **words, wrong: np.array(3)})
+        with pytest.raises(DataError, match=rf"spoken\.npz: {wrong} has the shape \(\)"):
+            build(name, path=file)
     np.savez(file, x=arrays["x"])
     with pytest.raises(DataError, match=r"spoken\.npz: has the arrays \['x'\]"):
         build(name, path=file)
@@ -448,6 +481,13 @@ def test_shakespeare_broken(tmp_path):
     file.with_suffix(".txt").write_text("A:\nhello")
     with pytest.raises(UsageError, match="too short"):
         build("shakespeare", path=file.with_suffix(".txt"), window=2000)
+    file.with_suffix(".txt").write_text("A:\n" + "hello " * 300)
+    with pytest.raises(DataError, match="nothing is left for a test set; raise test_fraction"):
+        build("shakespeare", path=file.with_suffix(".txt"), test_fraction=1e-6)
+    zipped = gzip.compress(b"A:\nhello")
+    file.with_suffix(".gz").write_bytes(zipped[:10] + b"\xff" * 20)
+    with pytest.raises(DataError, match=r"play\.gz: not a readable text"):
+        build("shakespeare", path=file.with_suffix(".gz"))
 
 
 # your own
@@ -566,6 +606,10 @@ def test_arrays_broken(rng):
         ({"labels": np.array(["a"] * 60)}, "labels must be numbers, one or a row a sample"),
         ({"inputs": np.array(["a"] * 60)}, "inputs are"),
         ({"labels": None}, "labels missing"),
+        ({"labels": np.array(3)}, r"labels have the shape \(\)"),
+        ({"owners": np.zeros((60, 2), int)}, r"owners have the shape \(60, 2\)"),
+        ({"test": np.zeros((60, 2), bool)}, r"test have the shape"),
+        ({"test_inputs": np.zeros((2, 4)), "test_labels": np.array(3)}, "test_labels have the shape"),
         ({"test_inputs": hole}, "test_labels"),
     ):
         with pytest.raises(DataError, match=reason):

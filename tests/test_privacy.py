@@ -11,15 +11,19 @@ from hypothesis import strategies as st
 
 from federations import measured, simulation
 from gluefl import APF, STC, FedAvg, GlueFL, Lean, LocalSGD, Sticky, Uniform
+from gluefl.core.guard import UPDATE
+from gluefl.core.protection import claim
 from gluefl.core.sampling import Pool
+from gluefl.core.server import Core, start
 from gluefl.errors import MissingExtra, UsageError
 from gluefl.privacy import Private, amplified_epsilon, epsilon, largest_weight, participations
 from gluefl.privacy.mechanism import limit, system_normal
 from gluefl.simulation.round import play
-from gluefl.strategies import Space, Statistic, Upload
+from gluefl.strategies import Space, Statistic, Task, Upload
+from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import whole
 from runs import options, small_run
-from stubs import mlp
+from stubs import dyadic, mlp
 
 SPACE = Space((40,))
 
@@ -94,6 +98,32 @@ def test_every_strategy_runs_with_it_measured_and_encoded(strategy) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e6])
+def test_a_guard_measures_what_came_and_not_what_is_left_of_it(factor) -> None:
+    module = mlp(norm=False)
+    layout = Layout.of(module)
+    lengths = []
+    for strategy in (Lean(), Private(Lean(), clip=1.0, noise=1.0, weight=0.5)):
+        core = Core(5, bytes(16), layout, Space.of(layout), Uniform(2), strategy, *layout.flatten(module))
+        state = start(core, Pool(2, lambda client: 0.5))
+        task = Task(1, strategy.mask(state.strategy, 1), 1.0, core.space, 0, core.seed)
+        sent, _ = strategy.compress(factor * dyadic(layout.size, 1, 0), task, None)
+        upload = Upload(0, 1.0, sent, torch.zeros(0), core.seed)
+        lengths.append(claim(core, state, upload, 1, 10).quantities[UPDATE])
+    assert lengths[0] == lengths[1] > factor
+
+
+def test_updates_that_the_strategy_inside_keeps_are_sent() -> None:
+    strategy = STC(0.05, "plain", server_feedback=True, ternary=True, cached_updates=9)
+    private = Private(strategy, clip=1.0, noise=0.1, weight=0.5)
+    space = Space((100,))
+    state, _ = strategy.init(space, torch.zeros(100))
+    for round in (1, 2, 3):
+        state, _ = strategy.aggregate(state, dyadic(100, round, 0), round)
+    assert torch.equal(private.updates(state, 1).signs, strategy.updates(state, 1).signs)
+    assert private.updates(private.without_updates(state, 3), 2) is None
+
+
 def test_it_still_learns() -> None:
     private = Private(FedAvg(), clip=5.0, noise=0.05, weight=1 / 20)
     training = LocalSGD(steps=5, batch=8, lr=0.1)
@@ -126,6 +156,7 @@ SAMPLERS = [
     Uniform(7),
     Sticky(6, 12, 4),
     Sticky(6, 12, 4, weights="equal"),
+    Sticky(6, 12, 4, weights="equal_sum"),
     Sticky(6, 12, 4, weights="proportional"),
     Sticky(6, 12, 4, weights=0.5),
 ]
@@ -135,7 +166,8 @@ SAMPLERS = [
 def test_the_largest_weight_is_the_one_that_the_sampler_gives(sampler) -> None:
     pool, rng = Pool(50, lambda client: 1 / 50), np.random.default_rng(0)
     groups = sampler.invite(sampler.init(pool, rng), pool, rng)
-    assert largest_weight(sampler, 50) == pytest.approx(max(max(group.weights) for group in groups))
+    used = [group.actual_weights(group.clients[: group.quota]) for group in groups]
+    assert largest_weight(sampler, 50) == pytest.approx(max(max(weights.values()) for weights in used))
 
 
 def test_participations_are_counted_in_the_journal() -> None:

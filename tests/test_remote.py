@@ -20,11 +20,11 @@ from gluefl.cli import main
 from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.optimisers import Scaffold
-from gluefl.clients.remote.block import Block, room_for
+from gluefl.clients.remote.block import MEMORY, Block, room_for
 from gluefl.clients.remote.cluster import connected
 from gluefl.clients.remote.engine import MOST_DEATHS, RemoteEngine
 from gluefl.clients.remote.messages import Broadcast, Done, Ended, Failed, Kept, Kit, Ready, Reply, Slice
-from gluefl.clients.remote.processes import packed
+from gluefl.clients.remote.processes import Processes, packed
 from gluefl.clients.remote.worker import Worker
 from gluefl.clients.trainers.choice import choose
 from gluefl.clients.trainers.loop import Loop
@@ -34,6 +34,7 @@ from gluefl.experiments.cluster import ClusterRuns
 from gluefl.experiments.grid import expand
 from gluefl.experiments.runner import ThisProcess, execute
 from gluefl.simulation.settings import Options
+from gluefl.strategies.coded import Coded
 from gluefl.strategies.fedavg import FedAvg
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
@@ -146,6 +147,13 @@ def test_a_run_of_processes_goes_on_here(tmp_path) -> None:
 def test_an_error_of_a_worker_is_that_of_the_run() -> None:
     with pytest.raises(Diverged, match=r"the loss of client \d+ is"):
         small_run(rounds=9, training=LocalSGD(lr=1e30), options=options(engine="processes", workers=1))
+
+
+@pytest.mark.parametrize("strategy", [Lean(), Coded(FedAvg(), upload="int8"), FedAvg()], ids=["lean", "int8", "fedavg"])
+def test_an_update_that_is_not_finite_diverges_wherever_it_is_encoded(strategy) -> None:
+    away = LocalSGD(steps=1, lr=3e38, momentum=0.0, weight_decay=3e38)
+    with pytest.raises(Diverged, match=r"the update of client \d+ is not finite"):
+        small_run(strategy=strategy, rounds=2, training=away, options=options(engine="processes", workers=1))
 
 
 # One worker, in this process
@@ -350,6 +358,31 @@ def test_a_block_of_memory_returns_what_was_written(sizes) -> None:
 def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(UsageError, match=r"the loss .* cannot be sent to other processes.*or use the local engine"):
         packed(replace(kit("loop"), loss=lambda outputs, labels: outputs.sum()))
+
+
+def shared_files() -> int:
+    """How many files in shared memory this process holds."""
+    held = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(path).startswith(MEMORY) for path in held if os.path.islink(path))
+
+
+@pytest.mark.skipif(not os.path.isdir(MEMORY), reason="counts files in shared memory")
+def test_workers_that_cannot_be_started_leave_nothing_behind(monkeypatch) -> None:
+    before, started, start = shared_files(), [], Processes._started
+    with pytest.raises(UsageError, match="the loss"):
+        Processes.of(replace(kit("loop"), loss=lambda outputs, labels: outputs.sum()), ["cpu"])
+
+    def failing(self, device):
+        if started:
+            raise OSError("no more processes")
+        started.append(start(self, device))
+        return started[0]
+
+    monkeypatch.setattr(Processes, "_started", failing)
+    with pytest.raises(OSError, match="no more processes"):
+        Processes.of(kit("loop"), ["cpu", "cpu"])
+    ((process, connection),) = started
+    assert process.returncode is not None and connection.closed and shared_files() == before
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,8 @@ def test_comparing_in_python_gives_the_table_of_the_command(tmp_path) -> None:
         ({"strategies": {}}, "strategies by label"),
         ({"strategies": {"../x": FedAvg()}}, "cannot name a folder"),
         ({"strategies": {"a": FedAvg()}, "seeds": (1, 1)}, "different numbers"),
+        ({"strategies": {"a": FedAvg()}, "seeds": 5}, "seeds: .* found 5"),
+        ({"strategies": {"a": (FedAvg(),)}}, "a strategy, or a strategy and a sampler"),
     ):
         with pytest.raises(UsageError, match=message):
             compare(mlp(), PEOPLE, **wrong)

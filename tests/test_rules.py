@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -345,6 +345,51 @@ def test_a_buffer_that_changes_in_training_must_be_declared() -> None:
     module.tracked_buffers = ("seen",)
     assert type(choose("auto", module, Layout.of(module), Blobs(), cross_entropy, CPU, LocalSGD())) is Workers
     assert not module.seen.any()
+
+
+@dataclass(frozen=True)
+class Transformed(Blobs):
+    """Blobs with a transform of one's own."""
+
+    function: Callable[[Tensor], Tensor] = torch.clone
+
+    def transform(self, inputs: Tensor) -> Tensor:
+        return self.function(inputs)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: x + torch.randn_like(x), "draws random numbers; it must be deterministic"),
+        (lambda x: x - x.mean(0), "two samples together another result than each of them alone"),
+        (lambda x: x[:, : 6 - len(x) % 2], "two samples together another result"),
+        (lambda x: x + np.random.default_rng().random(), "must be deterministic"),
+    ],
+)
+def test_a_transform_must_be_deterministic_and_sample_by_sample(function, words) -> None:
+    module, before = mlp(), torch.random.get_rng_state()
+    for name in ("auto", "loop"):
+        with pytest.raises(UsageError, match=words):
+            choose(name, module, Layout.of(module), Transformed(function=function), cross_entropy, CPU, LocalSGD())
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+MATRIX = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sub_(0.5),
+        lambda x: (x @ MATRIX).exp().log1p(),
+        lambda x: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True),
+        lambda x: torch.where(x > 0, x, math.nan).nan_to_num(),
+    ],
+)
+def test_a_transform_of_every_sample_by_itself_is_fine(function) -> None:
+    module = mlp()
+    given = Transformed(function=function)
+    assert type(choose("auto", module, Layout.of(module), given, cross_entropy, CPU, LocalSGD())) is Dense
 
 
 @pytest.mark.parametrize("rule", [RULES["adam"], TorchOptimizer(2, batch=8, factory=torch.optim.Adam)])

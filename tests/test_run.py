@@ -11,13 +11,14 @@ import time
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from gluefl import APF, STC, FedAvg, GlueFL, Sticky, Uniform
 from gluefl.accel.resources import resources
@@ -28,6 +29,7 @@ from gluefl.clients.evaluation import Evaluator
 from gluefl.clients.residuals import Residuals
 from gluefl.clients.residuals import file as record_file
 from gluefl.clients.rules import LocalSGD
+from gluefl.clients.schedules import Falling
 from gluefl.clients.trainers.loop import Loop
 from gluefl.core.optimizer import Server
 from gluefl.errors import DataError, GlueFLError, UsageError
@@ -39,8 +41,10 @@ from gluefl.simulation.lookahead import LookAhead, Trained
 from gluefl.simulation.round import play
 from gluefl.storage.checkpoint import read_manifest, rounds_in
 from gluefl.storage.journal import SUMMED, Totals, mean_accuracy, read, unreachable
+from gluefl.strategies import Space
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
+from gluefl.vectors.sparse import Sparse
 from runs import KILLED_AT, ROUNDS, options, small_run
 from stubs import Blobs, mlp
 
@@ -363,6 +367,49 @@ def test_another_configuration_is_not_resumed(change, tmp_path) -> None:
     with pytest.raises(UsageError, match="another configuration"):
         small_run(out=tmp_path / "run", resume=True, **change)
     assert snapshot(tmp_path) == before
+
+
+def test_another_schedule_is_not_resumed(tmp_path) -> None:
+    """Its field `rounds` is not the number of rounds of the run, which may change."""
+    short, long = (LocalSGD(steps=2, schedule=Falling("linear", 0.5, rounds)) for rounds in (4, 400))
+    small_run(out=tmp_path / "run", rounds=3, training=short)
+    with pytest.raises(UsageError, match=r"training\.schedule\.rounds = 4"):
+        small_run(out=tmp_path / "run", resume=True, training=long)
+    assert small_run(out=tmp_path / "run", resume=True, rounds=4, training=short).summary["rounds"] == 4
+
+
+@dataclass(frozen=True)
+class Last:
+    update: Tensor
+
+
+@dataclass(frozen=True)
+class Remembering(FedAvg):
+    """Its state holds a tensor that is not contiguous, and what it does not hold before round 1."""
+
+    late: bool
+
+    def init(self, space: Space, initial: Tensor) -> tuple[Any, Tensor]:
+        last = None if self.late else Last(initial[:0])
+        return (space, torch.zeros(3, space.size).t(), last), initial
+
+    def mask(self, state: Any, round: int) -> Mask:
+        return state[0].mask(True)
+
+    def combine(self, state: Any, uploads: Any, round: int) -> Tensor:
+        return super().combine(state[0], uploads, round)
+
+    def aggregate(self, state: Any, total: Tensor, round: int) -> tuple[Any, Sparse]:
+        return (*state[:2], Last(total)), super().aggregate(state[0], total, round)[1]
+
+
+def test_a_state_of_which_a_checkpoint_could_not_be_read_is_refused(tmp_path) -> None:
+    whole = small_run(strategy=Remembering(False), sampler=Uniform(4))
+    small_run(strategy=Remembering(False), sampler=Uniform(4), out=tmp_path / "run", rounds=7)
+    resumed = small_run(strategy=Remembering(False), sampler=Uniform(4), out=tmp_path / "run", resume=True)
+    assert all(map(torch.equal, resumed.module.parameters(), whole.module.parameters()))
+    with pytest.raises(GlueFLError, match=r"a dataclass at strategy\.2 that it did not hold before round 1"):
+        small_run(strategy=Remembering(True), sampler=Uniform(4), out=tmp_path / "late")
 
 
 def test_another_model_is_not_resumed(tmp_path) -> None:

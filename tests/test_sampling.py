@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gluefl.core.sampling import Group, Pool, Sticky, Uniform, draw, extra_invitations
+from gluefl.core.sampling import LISTABLE, Group, Pool, Sticky, Uniform, draw, extra_invitations
 from gluefl.errors import UsageError
 from gluefl.experiments.theory.planning import sticky_return
 
@@ -128,6 +128,15 @@ def test_equal_weights_are_one_over_k_whatever_the_importance() -> None:
         assert [w for g in groups for w in g.weights] == [1 / 5] * 5
 
 
+def test_equal_sums_have_the_unbiased_weights_for_clients_and_one_over_k_in_the_sum() -> None:
+    plain, sampler = Sticky(5, 8, 3), Sticky(5, 8, 3, weights="equal_sum")
+    members, pool = plain.init(uniform_pool(40), rng(0)), uniform_pool(40)
+    for own, group in zip(plain.invite(members, pool, rng(1)), sampler.invite(members, pool, rng(1)), strict=True):
+        assert group.weights == own.weights and (group.clients, group.quota) == (own.clients, own.quota)
+        used = group.clients[: group.quota]
+        assert group.actual_weights(used) == pytest.approx(dict.fromkeys(used, 1 / 5))
+
+
 def test_a_share_runs_from_unbiased_to_equal() -> None:
     n, k, s, c = 40, 5, 8, 3
     pool = uniform_pool(n)
@@ -206,6 +215,12 @@ def test_every_idle_member_is_evicted_alike() -> None:
 def test_the_first_group_is_random_or_the_fastest() -> None:
     pool = uniform_pool(50, speed=lambda client: -abs(client - 20))
     assert Sticky(3, 5, 2, initial="fastest").init(pool, rng(0)) == (18, 19, 20, 21, 22)
+    ties = [int(speed) for speed in rng(3).integers(4, size=50)]
+    expected = sorted(range(50), key=ties.__getitem__, reverse=True)[:9]
+    pooled = uniform_pool(50, speed=ties.__getitem__)
+    assert Sticky(3, 9, 2, initial="fastest").init(pooled, rng(0)) == tuple(sorted(expected))
+    with pytest.raises(UsageError, match=r"'fastest'.*of at most 10,000,000; .*10,000,001: choose initial = 'random'"):
+        Sticky(3, 5, 2, initial="fastest").check(LISTABLE + 1)
     seen = Counter(c for seed in range(2000) for c in Sticky(3, 5, 2).init(pool, rng(seed)))
     assert chi_square([seen[c] for c in range(50)], [200] * 50) < 3
 

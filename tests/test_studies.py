@@ -22,7 +22,7 @@ from gluefl.errors import GlueFLError, UsageError
 from gluefl.experiments.grid import expand
 from gluefl.experiments.processes import WorkerProcesses
 from gluefl.experiments.runner import Executor, ThisProcess, execute
-from gluefl.experiments.runs import FAILURE, OPTIONAL, JournalTail, Run, flattened, nested, read_run
+from gluefl.experiments.runs import OPTIONAL, JournalTail, Run, read_run
 from gluefl.experiments.studies import catalogue, pages
 from gluefl.experiments.studies.catalogue import Choice, configurations, load, names, seeds
 from gluefl.experiments.studies.conduct import conduct
@@ -31,6 +31,8 @@ from gluefl.experiments.studies.intervals import estimate, student_t
 from gluefl.experiments.studies.measures import MEASURES, common_target, speed_percentiles
 from gluefl.simulation.build import build_sampler
 from gluefl.storage.journal import summarise
+from gluefl.storage.names import FAILURE
+from gluefl.storage.toml import flattened, nested
 
 TINY = ("population.clients=60", "population.test_samples=62", "population.median_samples=22", "sampling.cohort=4")
 

@@ -378,6 +378,20 @@ def test_mlflow_gets_every_round_once(tmp_path, monkeypatch) -> None:
     assert failed.info.status == "FAILED"
 
 
+def test_a_tracker_that_is_away_at_the_end_leaves_the_result(tmp_path, monkeypatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+
+    def away(*arguments, **options):
+        raise mlflow.exceptions.MlflowException("no connection")
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", away)
+    tracker = MLflow("tests", uri=(tmp_path / "mlruns").as_uri())
+    with pytest.warns(UserWarning, match=r"did not take the end of the run \(FINISHED\): no connection"):
+        small_run(out=tmp_path / "run", rounds=2, callbacks=[tracker], progress=False)
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
 def offline_records(path) -> list:
     """The records of a run that Weights & Biases wrote offline: a log of LevelDB after seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record

@@ -23,8 +23,9 @@ from typing import Any
 from safetensors import safe_open
 
 from gluefl import wire
-from gluefl.flower.run_folder import JOURNAL, Saved
+from gluefl.flower.run_folder import Saved
 from gluefl.storage.journal import Journal
+from gluefl.storage.names import JOURNAL
 
 ROOT = Path(__file__).parents[1]
 APP = ROOT / "examples" / "flower-quickstart"

@@ -1,6 +1,6 @@
 """FedAvg's curves on the default population beside the authors' logs, as docs/results/calibration.json.
 
-gluefl study lean --scale paper --device cuda --only fedavg --seeds 1,2,3 --out runs/shufflenet
+gluefl study lean --scale paper --device cuda --only fedavg --seeds 1,2,3,4,5 --out runs/shufflenet
 gluefl study lean --scale paper --device cuda --only fedavg --seeds 1,2,3 --model mobilenet_v2 --out runs/mobilenet
 python tools/make_calibration.py runs/shufflenet runs/mobilenet     # then tools/make_pictures.py
 """

@@ -59,7 +59,7 @@ def _first_line(error: Exception) -> str:
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gluefl")
 def main() -> None:
-    """Bandwidth-efficient federated learning: lean, GlueFL, FedAvg, STC and APF with true bytes."""
+    """Bandwidth-efficient federated learning: lean, GlueFL, FedAvg, STC and APF; bytes are measured."""
     keep_freed_memory()
 
 
@@ -82,7 +82,7 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--trainer", help="auto, loop, workers, dense or stacked."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output."),
         click.option("--ray-address", help="A Ray cluster: auto, or HOST:6379. By default one is started here."),
-        click.option("--workers", type=click.IntRange(1), help="Of processes or ray; by default one per GPU or core."),
+        click.option("--workers", type=click.IntRange(1), help="Number of workers; by default one per GPU or core."),
         click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True, help=WHERE),
         click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, …"),
         click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a configuration key."),
@@ -103,7 +103,7 @@ tracked = click.option(
 @main.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--seed", type=int, help="Override the seed.")
-@click.option("--resume", is_flag=True, help="Go on with the run in --out.")
+@click.option("--resume", is_flag=True, help="Continue the run in --out.")
 @tracked
 @common
 def run(config: Path, **options: Any) -> None:
@@ -118,7 +118,7 @@ def run(config: Path, **options: Any) -> None:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--seeds", help="Several seeds, for example 1,2,3: every strategy runs with each of them.")
 @click.option("--seed", type=int, help="One seed.")
-@click.option("--resume", is_flag=True, help="Go on with the runs in --out; finished runs are not repeated.")
+@click.option("--resume", is_flag=True, help="Continue the runs in --out; finished runs are not repeated.")
 @tracked
 @common
 def compare(config: Path, **options: Any) -> None:
@@ -132,7 +132,7 @@ def compare(config: Path, **options: Any) -> None:
 @main.command()
 @click.option("--seeds", help="Several seeds, for example 1,2,3.")
 @click.option("--seed", type=int, help="One seed.")
-@click.option("--resume", is_flag=True, help="Go on with the runs in --out.")
+@click.option("--resume", is_flag=True, help="Continue the runs in --out.")
 @tracked
 @common
 def demo(**options: Any) -> None:
@@ -156,14 +156,14 @@ def _studies(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
 @main.command()
 @click.argument("name", required=False, shell_complete=_studies)
 @click.option("--scale", type=click.Choice(["small", "paper"]), default="small", show_default=True)
-@click.option("--population", help="Another population than the generated one.")
-@click.option("--model", help="Another model.")
-@click.option("--rounds", type=int, help="Another number of rounds.")
+@click.option("--population", help="A population instead of the generated one.")
+@click.option("--model", help="A model instead of the default one of the study.")
+@click.option("--rounds", type=int, help="A number of rounds instead of the default one of the study.")
 @click.option("--seeds", help="Several seeds, for example 1,2,3.")
 @click.option("--seed", type=int, help="One seed.")
 @click.option("--only", help="Only the runs with these labels: gluefl,stc.")
 @click.option("--jobs", type=int, help="Runs at a time; by default one per core, or one on a GPU.")
-@click.option("--resume", is_flag=True, help="Go on with the study in --out; finished runs are not repeated.")
+@click.option("--resume", is_flag=True, help="Continue the study in --out; finished runs are not repeated.")
 @click.option("--reuse", type=click.Path(path_type=Path), help="Take runs of the same configuration from this folder.")
 @click.option(
     "--at", type=click.FloatRange(0, 1, min_open=True), help="The target accuracy of the tables; no run is repeated."

@@ -109,6 +109,11 @@ class Score:
         ).on(samples)
 
 
+def perplexity(loss: float) -> float:
+    """e^loss, for text; no loss makes it overflow."""
+    return math.exp(min(loss, 700.0))
+
+
 # The metrics that a configuration can name.
 SCORES = {
     "top1": Score(),

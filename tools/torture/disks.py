@@ -95,8 +95,8 @@ class Trials:
         self.work, self.rng = work, random.Random(seed)  # noqa: S311 - sizes
         self.counts, self.wrong = Counter[str](), list[str]()
 
-    def hindered(self, case: Case, whole: Path, folder: Path, name: str, setup: Setup) -> None:
-        """One process that fails with a message, or ends; then one without hindrance that ends right."""
+    def hindered(self, case: Case, folder: Path, name: str, setup: Setup) -> None:
+        """One process that ends, or fails with a message."""
         ended = case.start(folder, setup=setup).end()
         if ended.status and not ended.refused:
             self.wrong.append(f"{case.strategy}, {name}: exit {ended.status}: {ended.text[-600:]}")
@@ -109,22 +109,22 @@ class Trials:
             self.wrong.append(f"{case.strategy}, after {name}: exit {ended.status}: {ended.text[-600:]}")
         shutil.rmtree(folder, ignore_errors=True)
 
-    def small_disk(self, case: Case, whole: Path, number: int, read_only: bool) -> None:
+    def small_disk(self, case: Case, whole: Path, read_only: bool) -> None:
         """A disk with room for a part of the run, or none that can be written to."""
         name, folder, kept = "read-only disk" if read_only else "full disk", self.work / "disk", self.work / "kept"
         folder.mkdir(exist_ok=True)
         used_kb = sum(-(-path.stat().st_size // 4096) * 4 for path in whole.rglob("*")) + 8
         room_kb = used_kb + self.rng.randrange(0, 120, 4)
         setup = disk(folder, whole, f"{room_kb}k", kept, read_only)
-        self.hindered(case, whole, folder, name, setup)
+        self.hindered(case, folder, name, setup)
         kept.rename(self.work / "resumed")
         self.resumed(case, self.work / "resumed", name)
 
-    def short_files(self, case: Case, whole: Path, number: int) -> None:
+    def short_files(self, case: Case, whole: Path) -> None:
         """A limit on the length of files."""
         folder = Path(shutil.copytree(whole, self.work / "limited"))
         longest = max(path.stat().st_size for path in whole.rglob("*") if path.is_file())
-        self.hindered(case, whole, folder, "file size limit", limited(self.rng.randrange(100, 2 * longest)))
+        self.hindered(case, folder, "file size limit", limited(self.rng.randrange(100, 2 * longest)))
         self.resumed(case, folder, "file size limit")
 
     def clocks(self, case: Case, whole: Path, number: int) -> None:
@@ -147,9 +147,9 @@ def run(work: Path, disks: int, seed: int) -> dict[str, Any]:
     for number in range(disks):
         case, whole = wholes[number % len(wholes)]
         if reason is None:
-            trials.small_disk(case, whole, number, read_only=False)
-            trials.small_disk(case, whole, number, read_only=True)
-        trials.short_files(case, whole, number)
+            trials.small_disk(case, whole, read_only=False)
+            trials.small_disk(case, whole, read_only=True)
+        trials.short_files(case, whole)
         trials.clocks(case, whole, number)
         said.at(number + 1)
     skipped = {"full and read-only disks": f"skipped: {reason}"} if reason else {}

@@ -1,7 +1,8 @@
 """The passes of a top-k as a CUDA graph.
 
-Launching nine kernels takes the host several times as long as the GPU takes to run them, and a round selects from
-the update of every client. So the passes over a vector of some length are captured once a run and launched together.
+Launching seven kernels, nine for a long vector, takes the host several times as long as the GPU takes to run them, and
+a round selects from the update of every client. So the passes over a vector of some length are captured once a run and
+launched together.
 """
 
 import gc

@@ -54,5 +54,5 @@ def check_loss(loss: float, client: int, round: int) -> None:
 
 
 def not_finite(client: int, round: int) -> Diverged:
-    """The error for an update that cannot be encoded."""
+    """The error for an update that is not finite; some codecs would encode it."""
     return Diverged(f"round {round}: the update of client {client} is not finite. {DIVERGED}")

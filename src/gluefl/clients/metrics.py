@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gluefl.errors import UsageError, nearest
 from gluefl.parameters import checked
-from gluefl.scores import SCORES, Format, Score
+from gluefl.scores import SCORES, Format, Score, perplexity
 
 IGNORED = -100  # a label that neither loss nor metric counts, as in torch's cross_entropy
 
@@ -104,10 +104,6 @@ def fitting(outputs: Tensor, labels: Tensor) -> Tensor:
     raise UsageError(f"outputs {tuple(outputs.shape)} and labels {tuple(labels.shape)} must have the same shape.")
 
 
-def _exponential(loss: float) -> float:
-    return math.exp(min(loss, 700.0))
-
-
 def _named(key: str, function: Function | None, final: Callable[[float], float] = float) -> Metric:
     score = SCORES[key]
     return Metric(score.name, function, score.higher_is_better, score.format, final)
@@ -120,7 +116,7 @@ METRICS: dict[str, Metric] = {
     "f1": _named("f1", f1_sums),
     "mae": _named("mae", absolute_errors),
     "rmse": _named("rmse", squared_errors, math.sqrt),
-    "perplexity": _named("perplexity", None, _exponential),
+    "perplexity": _named("perplexity", None, perplexity),
     "loss": _named("loss", None),
 }
 TOP_1 = METRICS["top1"]

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from gluefl.clients.precision import Precision, precision_of
 from gluefl.clients.rules import Context, Final, LocalSGD, Rule, Schedule
+from gluefl.errors import UsageError
 from gluefl.parameters import Decay, Has, NonNegative, Positive, Share, checked
+
+SMALLEST_RATE = 2.0**-126  # the smallest normal number of float32
 
 
 @checked
@@ -21,10 +24,10 @@ from gluefl.parameters import Decay, Has, NonNegative, Positive, Share, checked
 class LocalAdam(Schedule):
     """Adam (Kingma and Ba, 2015) that starts afresh in every round; with `weight_decay`, AdamW."""
 
-    beta1: Decay = 0.9
-    beta2: Decay = 0.999
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
+    beta1: Decay = 0.9  # of adam: 0.9 by default
+    beta2: Decay = 0.999  # of adam: 0.999 by default
+    eps: Positive = 1e-8  # of adam: 1e-8 by default
+    weight_decay: NonNegative = 0.0  # of sgd and adam: 0 by default
 
     def init(self, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Both moments, and the number of steps."""
@@ -57,6 +60,16 @@ class Scaffold(Schedule):
     """
 
     share: Share = field(kw_only=True)  # K/N, the share of the clients that a round uses
+
+    def rate(self, round: int) -> float:
+        """The learning rate of a round, by which `final` divides."""
+        rate = super().rate(round)
+        if rate < SMALLEST_RATE:
+            raise UsageError(
+                f"the learning rate of round {round} is {rate:.3g}; SCAFFOLD divides by it in float32 and needs at "
+                f"least {SMALLEST_RATE:.3g}: set lr_min, or let the schedule end higher."
+            )
+        return rate
 
     def kept(self, size: int) -> int:
         """c_i."""

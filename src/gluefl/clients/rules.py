@@ -105,15 +105,15 @@ class Rule(Protocol):
 class Schedule:
     """The batches and learning rates of a rule. By default a rule keeps nothing and exchanges no second vector."""
 
-    steps: Count | None = None  # E; 10 where neither steps nor epochs is given
+    steps: Count | None = None  # E; by default 10, unless epochs is given
     epochs: Positive | None = None  # passes over the client's samples, instead of steps
-    batch: Count = 20
-    lr: Positive = 0.01  # γ
-    lr_decay: Share = field(default=0.98, kw_only=True)
-    lr_decay_every: Count = field(default=10, kw_only=True)
-    lr_min: NonNegative = field(default=0.0, kw_only=True)
-    schedule: Callable[[int], float] | None = field(default=None, kw_only=True)  # γ by round, instead of lr and decay
-    precision: Precision | None = field(default=None, kw_only=True)  # of products; None is float32
+    batch: Count = 20  # samples per step
+    lr: Positive = 0.01  # γ, the learning rate of round 1
+    lr_decay: Share = field(default=0.98, kw_only=True)  # γ is multiplied by it after every lr_decay_every rounds
+    lr_decay_every: Count = field(default=10, kw_only=True)  # rounds
+    lr_min: NonNegative = field(default=0.0, kw_only=True)  # the smallest γ
+    schedule: Callable[[int], float] | None = field(default=None, kw_only=True)  # γ by round, instead of lr_decay
+    precision: Precision | None = field(default=None, kw_only=True)  # of forward passes; float32 by default
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
@@ -121,9 +121,11 @@ class Schedule:
         check_inherited(self, Schedule)
 
     def problems(self) -> Iterator[str]:
-        """Steps and epochs are two units of one length."""
+        """Steps and epochs are two units of one length; a rate falls to `lr_min`."""
         if self.steps is not None and self.epochs is not None:
             yield "give steps or epochs, not both"
+        if self.schedule is None and 0 < self.lr < self.lr_min:
+            yield f"lr_min = {self.lr_min} must not be above lr = {self.lr}"
 
     def rate(self, round: int) -> float:
         """The learning rate of a round: lowered by `lr_decay` after every `lr_decay_every` rounds, or by `schedule`."""
@@ -167,9 +169,9 @@ class Schedule:
 class LocalSGD(Schedule):
     """SGD with a momentum that starts at zero in every round; with `proximal`, FedProx."""
 
-    momentum: Decay = 0.9
+    momentum: Decay = 0.9  # of sgd: 0.9 by default; it starts at zero in every round
     weight_decay: NonNegative = 0.0
-    proximal: NonNegative = 0.0  # FedProx's μ
+    proximal: NonNegative = 0.0  # FedProx's μ; 0 by default
 
     def init(self, context: Context) -> Tensor:
         """The velocity."""

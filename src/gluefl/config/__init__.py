@@ -52,8 +52,8 @@ class Population(Parameters):
     """`[population]`: a name and the options of that population."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = "glyphs"
-    clients: Count | None = None  # N
+    name: str = "glyphs"  # docs/data.md lists them
+    clients: Count | None = None  # N; by default all of the data, or 2800 generated ones
     seed: Seed = 1  # of generated or re-partitioned data; independent of the seed of the run
 
 
@@ -67,54 +67,54 @@ class Model(Parameters):
 class Evaluation(Parameters):
     """`[evaluation]`: when and how the global model is evaluated."""
 
-    every: Count = 10
+    every: Count = 10  # rounds between evaluations
     average: Count = 5  # a target is compared with the mean of this many evaluations
-    metric: Annotated[str, OneOf(tuple(SCORES))] = "top1"
-    batch: Count = 1000
-    stop_at_target: bool = True
+    metric: Annotated[str, OneOf(tuple(SCORES))] = "top1"  # docs/data.md describes them
+    batch: Count = 1000  # samples at a time
+    stop_at_target: bool = True  # false: play all rounds
     clients: NonNegativeCount = 0  # at the end, percentiles of the metric over this many clients
-    held_out: Literal["samples", "clients"] | None = None  # decide on a share of these; the test set is for the end
-    held_out_share: OpenShare | None = None  # 0.1
+    held_out: Literal["samples", "clients"] | None = None  # evaluate on a share of these; use the test set at the end
+    held_out_share: OpenShare | None = None  # that share; 0.1 by default
 
 
 class Wire(Parameters):
     """`[wire]`: messages are measured, or each is encoded, decoded and checked; how a client comes to version 0; how
     values travel."""
 
-    encode: bool = False
-    initial: Literal["download", "known"] | None = None  # the whole model, or known from the seed or with the app
-    package: Literal["float32", "float16", "int8", "int4"] | None = None  # float32; lean has codecs of its own
-    upload: Literal["float32", "float16", "int8", "int4", "rotated"] | None = None
+    encode: bool = False  # encode, decode and compare every message instead of computing its length
+    initial: Literal["download", "known"] | None = None  # how clients get version 0; by default known for lean
+    package: Literal["float32", "float16", "int8", "int4"] | None = None  # values of downloads; lean has its own
+    upload: Literal["float32", "float16", "int8", "int4", "rotated"] | None = None  # of uploads; lean has its own
 
 
 class Checkpoint(Parameters):
     """`[checkpoint]`: how often, in rounds, a run can be resumed from; a signal always leaves one behind."""
 
-    every: Count = 50
-    keep: Count = 2  # the last ones, to go back to if a file is damaged
+    every: Count = 50  # rounds between checkpoints
+    keep: Count = 2  # how many of the last checkpoints are kept, in case a file is damaged
 
 
 class Journal(Parameters):
     """`[journal]`: how the clients of every round are written down."""
 
-    clients: Literal["lines", "columns", "none"] = "lines"  # in its line, in the binary file journal.bin, or left out
+    clients: Literal["lines", "columns", "none"] = "lines"  # in the line of a round, in journal.bin, or not written
 
 
 class Residuals(Parameters):
     """`[residuals]`: where the clients' error-compensation memories lie, and when they are forgotten."""
 
-    memory_gb: Gigabytes = 0.3
-    device_gb: Gigabytes | None = None  # of a GPU's memory; a third of what is free at the start if none is given
-    half: bool = False
-    forget_after: Count | None = None  # rounds in which a client was not used; by default its residual stays
+    memory_gb: Gigabytes = 0.3  # in memory; the others are on disk
+    device_gb: Gigabytes | None = None  # of a GPU's memory; by default a third of what is free at the start
+    half: bool = False  # keep them in half precision
+    forget_after: Count | None = None  # drop a residual after this many rounds without its client; by default never
 
 
 class Config(Parameters):
     """A whole run."""
 
-    rounds: Count = 100
-    seed: Seed = 1
-    target: Finite | None = None  # of the metric; reached from above where lower is better
+    rounds: Count = 100  # the run ends after this many, or when it reaches the target
+    seed: Seed = 1  # every random draw of the run follows from it
+    target: Finite | None = None  # value of the metric that ends the run, reached from above where lower is better
     population: Population = Field(default_factory=Population)
     model: Model = Field(default_factory=Model)
     training: Annotated[Any, _derived("training")] = _default()
@@ -200,13 +200,32 @@ def variants(raw: Mapping[str, Any], source: str = "the configuration") -> dict[
                 f"compare: '{label}' is no strategy{_meant(label, ROWS)}; a label of your own needs "
                 f'[compare.{label}.strategy] name = "…".'
             )
+        if "seed" in own:
+            raise UsageError(
+                f"compare.{label}.seed: the runs of a comparison share their seeds. Use seed, or --seeds 1,2,3."
+            )
         fitting = {key: value for key, value in shared.items() if key in parameters_of(name)}
         taken |= fitting.keys()
-        variant = merged(merged(base, {"strategy": {"name": name, **fitting}}), own)
+        variant = merged(merged(_without_sizes(base, name), {"strategy": {"name": name, **fitting}}), own)
         result[label] = validated(variant, f"{source}, run '{label}',")
+    aims = {label: (config.target, config.evaluation.metric) for label, config in result.items()}
+    if len(set(aims.values())) > 1:
+        found = "; ".join(f"{label}: target {target}, {metric}" for label, (target, metric) in aims.items())
+        raise UsageError(f"the runs of a comparison need one target and one metric, found {found}.")
     if left := sorted(shared.keys() - taken):
         raise UsageError(f"strategy.{left[0]} is a parameter of none of the compared strategies ({', '.join(labels)}).")
     return result
+
+
+def _without_sizes(base: Mapping[str, Any], strategy: str) -> dict[str, Any]:
+    """What all runs share, without the sizes of a sticky group where the strategy samples uniformly by default."""
+    from gluefl.strategies.registry import ROWS
+
+    sampling = base.get("sampling")
+    if not isinstance(sampling, Mapping) or "name" in sampling or ROWS[strategy].sampler != "uniform":
+        return dict(base)
+    kept = {key: value for key, value in sampling.items() if key not in ("sticky_size", "sticky_cohort")}
+    return {**base, "sampling": kept}
 
 
 def _compared(compare: Any) -> tuple[dict[str, Any], list[str]]:

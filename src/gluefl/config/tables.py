@@ -53,49 +53,49 @@ OWN = {
 }
 Training = _table(
     "Training",
-    rule=(Annotated[str, OneOf(tuple(RULES))], "sgd"),
+    rule=(Annotated[str, OneOf(tuple(RULES))], "sgd"),  # what a client does with its samples
     **SCHEDULE,
     **{key: (kind | None, None) for key, kind in OWN.items()},  # those of the rule, with its defaults
-    schedule=(Shape | None, None),  # of the learning rate by round, instead of lr_decay
-    schedule_rounds=(Count | None, None),
-    warmup=(NonNegativeCount | None, None),
-    loss=(Annotated[str, OneOf(tuple(LOSSES))] | None, None),  # cross_entropy
-    clip_norm=(Positive | None, None),  # of gradients
-    trainer=(Annotated[str, OneOf(TRAINERS)], "auto"),
-    tf32=(bool | None, None),  # on a GPU; allowed where the configuration does not say
+    schedule=(Shape | None, None),  # it falls until the round schedule_rounds
+    schedule_rounds=(Count | None, None),  # needed with schedule
+    warmup=(NonNegativeCount | None, None),  # with schedule: rounds in which the rate first rises to lr
+    loss=(Annotated[str, OneOf(tuple(LOSSES))] | None, None),  # cross_entropy by default
+    clip_norm=(Positive | None, None),  # gradients with a larger norm are scaled down to it
+    trainer=(Annotated[str, OneOf(TRAINERS)], "auto"),  # how clients are computed; docs/performance.md
+    tf32=(bool | None, None),  # on a GPU: products with ten-bit mantissas; true by default
 )
 
 OPTIMIZERS: dict[str, type[Any]] = dict(optimizer.OPTIMIZERS)
 STEPS = {key: kind for one in OPTIMIZERS.values() for key, (kind, _) in declarations(one).items()}
 Server = _table(
     "Server",
-    name=(Annotated[str, OneOf(tuple(OPTIMIZERS))], "sgd"),
+    name=(Annotated[str, OneOf(tuple(OPTIMIZERS))], "sgd"),  # the optimiser
     **{key: (kind | None, None) for key, kind in STEPS.items()},  # those of the optimiser, with its defaults
-    average=(Decay | None, None),  # by strategy
+    average=(Decay | None, None),  # β of the average over versions; 0.9 by default for lean, else 0
 )
 
 _sticky = declarations(Sticky)
 Sampling = _table(
     "Sampling",
-    name=(Annotated[str, OneOf(tuple(SAMPLERS))] | None, None),  # the sampler of the strategy's paper
+    name=(Annotated[str, OneOf(tuple(SAMPLERS))] | None, None),  # sticky by default for gluefl and lean, else uniform
     cohort=(_sticky["cohort"][0], 30),
-    sticky_size=(_sticky["sticky_size"][0] | None, None),  # 4K
-    sticky_cohort=(_sticky["sticky_cohort"][0] | None, None),  # 4K/5
-    weights=(_sticky["weights"][0] | None, None),  # unbiased, but for lean
-    importance=(Literal["uniform", "samples"], "uniform"),
+    sticky_size=(_sticky["sticky_size"][0] | None, None),  # by default 4K, 8K for lean
+    sticky_cohort=(_sticky["sticky_cohort"][0] | None, None),  # by default 4K/5
+    weights=(_sticky["weights"][0] | None, None),  # by default unbiased, proportional for lean
+    importance=(Literal["uniform", "samples"], "uniform"),  # p_i: equal, or by number of samples
     initial=_sticky["initial"],
 )
 
 _fleet = declarations(devices.Fleet, availability="always", seed=1)
 Fleet = _table(
     "Fleet",
-    network=(Annotated[str, OneOf(("instant", *devices.NETWORKS))], "instant"),
+    network=(Annotated[str, OneOf(("instant", *devices.NETWORKS))], "instant"),  # instant: nothing takes time
     availability=_fleet["availability"],
     over_commitment=_sticky["over_commitment"],
     sticky_share=_sticky["sticky_share"],
-    deadline_s=(Positive | None, None),
-    authors_arrivals=(bool, False),  # a random choice among the sticky that were fast enough, as in their code
-    stop_late_downloads=(bool, False),  # charge late clients only what they had when the round ended
+    deadline_s=(Positive | None, None),  # later arrivals are not used
+    authors_arrivals=(bool, False),  # draw among the sticky clients that were fast enough, as in their code
+    stop_late_downloads=(bool, False),  # count of late clients only what they had downloaded when the round ended
     **{name: _fleet[name] for name in _fleet if name not in ("network", "availability", "seed")},
     seed=_fleet["seed"],
 )
@@ -254,8 +254,10 @@ def resolved(sampling: Any, fleet: Any, strategy: Strategy) -> Any:
             "sticky_size": row.sticky_size * k if s is None else s,
             "sticky_cohort": int(row.sticky_cohort * k) if c is None else c,
         }
-    elif sampling.name == "uniform" and (sampling.sticky_size or sampling.sticky_cohort):
+    elif name == "uniform" and (sampling.sticky_size is not None or sampling.sticky_cohort is not None):
         message = "name is 'uniform', but sticky_size or sticky_cohort is given: remove them"
+        if sampling.name is None:
+            message = f'{strategy.name} samples uniformly: remove sticky_size and sticky_cohort, or set name = "sticky"'
         raise ParameterError("sampling", [Problem("", message)])
     table = sampling.model_copy(update={"name": name, "weights": weights, **sizes})
     sampler(table, fleet)  # refuses sizes that cannot run on any population

@@ -96,7 +96,7 @@ def judged(guard: Guard, state: GuardState, claims: Mapping[int, Claim]) -> tupl
 def watched(
     guard: Guard, state: GuardState, round: int, losses: Sequence[float], failed: bool, is_good: bool = False
 ) -> GuardState:
-    """The state after the losses of a round, which speak of the version before it.
+    """The state after the losses of a round, which were measured on the version before it.
 
     A round is bad if the median loss is far above earlier ones, or if nodes answered and none had a usable upload
     (`failed`). With a usable upload and a loss as before, the version is the last good one. If that version itself
@@ -113,7 +113,7 @@ def watched(
 
 
 def _reference(past: Sequence[float], present: Sequence[float]) -> float:
-    """What is usual: in the last rounds, or, if more, in this one. A client alone in its round proves nothing."""
+    """What is usual: in the last rounds, or, if more, in this one. The median of a single client is not used."""
     return max(_lower_median(past), _lower_median(present) if len(present) > 1 else 0.0)
 
 

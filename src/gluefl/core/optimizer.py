@@ -72,8 +72,8 @@ class Server:
     A velocity that moved every coordinate in every round would make every update dense and undo what masking saves.
     """
 
-    lr: Positive = 1.0
-    momentum: Decay = 0.0
+    lr: Positive = 1.0  # by default 1 for sgd, 0.01 for adam and yogi, 0.1 for adagrad
+    momentum: Decay = 0.0  # of sgd: 0 by default
 
     def init(self, space: Space) -> Tensor | None:
         """The velocity before round 1."""
@@ -104,9 +104,9 @@ class Adam:
     """
 
     lr: Positive = 0.01
-    beta_1: Decay = 0.9
-    beta_2: Decay = 0.99
-    tau: Adaptivity = 1e-3
+    beta_1: Decay = 0.9  # β₁: by default 0.9 for adam and yogi, 0 for adagrad
+    beta_2: Decay = 0.99  # β₂ of adam and yogi: 0.99 by default
+    tau: Adaptivity = 1e-3  # τ of all but sgd: 0.001 by default
 
     def init(self, space: Space) -> Moments:
         """The moments before round 1."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from gluefl import wire
 from gluefl.core.guard import EXAMPLES, UPDATE, Claim, claim_of_examples
 from gluefl.core.server import Aggregate, Core, State
-from gluefl.strategies import MeasuresUploads, Statistic, Upload
+from gluefl.strategies import KeepsUpdates, MeasuresUploads, Statistic, Upload
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import part_of
 
@@ -40,8 +40,11 @@ def returned(core: Core, state: State, good: State) -> Aggregate:
     """An earlier version as the next one: what changed since then changes back, and the server's state with it."""
     old, new = (core.traits.vector(one.weights, one.statistics) for one in (state, good))
     update, recurrence = part_of(new - old, Mask(old != new)), state.ledger.recurrence
+    strategy = good.strategy
+    if isinstance(core.strategy, KeepsUpdates):  # those of the versions in between would not lead here
+        strategy = core.strategy.without_updates(strategy, state.ledger.version + 1)
     return Aggregate(
-        good.strategy,
+        strategy,
         good.optimizer,
         update,
         weights=good.weights,
@@ -58,8 +61,9 @@ def _measured(core: Core, state: State, upload: Upload, round: int) -> tuple[flo
     strategy, size = core.strategy, core.space.size
     if not isinstance(core.traits.upload_codec, wire.BodyCodec):
         return _length(upload.update.values), upload.statistics, True
-    if isinstance(strategy, MeasuresUploads):
-        length, change = strategy.measured(upload.update.values, core.space)
+    own = strategy.measured(upload.update.values, core.space) if isinstance(strategy, MeasuresUploads) else None
+    if own is not None:
+        length, change = own
         return length, state.statistics + change, False
     total = strategy.combine(state.strategy, [replace(upload, weight=1.0)], round)
     everything = core.traits.covers == "everything"
@@ -77,7 +81,8 @@ def _places(statistics: Sequence[Statistic]) -> dict[str, Tensor]:
 
 
 def _lowest(old: Tensor, new: Tensor, exact: bool) -> Tensor:
-    """The smallest values that are no lie, of statistics that are not below 0 unless the model has them there."""
+    """The smallest values that an honest client can report, of statistics that are not below 0 unless the model has
+    them there."""
     least = old.clamp(max=0.0)  # an integer array of an app may be a constant below 0
     if exact or not new.numel():
         return least

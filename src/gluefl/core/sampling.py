@@ -4,6 +4,7 @@ Clients are the integers 0 … N−1. Inviting costs O(cohort): the pool is neve
 rejected if they are offline, sticky or already drawn.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -132,16 +133,17 @@ class Sticky:
 
     Unbiased weights are ν_i = S/C · p_i inside and (N−S)/(K−C) · p_i outside. A number between S/N (unbiased)
     and C/K instead gives the sticky group that share of the whole weight; "proportional" is C/K, so that within a
-    round weights are proportional to p_i. "equal" is 1/K for everyone.
+    round weights are proportional to p_i. "equal" is 1/K for everyone. "equal_sum" sends the unbiased weights to
+    clients and sums with 1/K.
     """
 
-    cohort: Count  # K
-    sticky_size: Count  # S
-    sticky_cohort: Count  # C
-    weights: Weights = "unbiased"
+    cohort: Count  # K, the clients that a round uses
+    sticky_size: Count  # S, the size of the sticky group
+    sticky_cohort: Count  # C, how many of the K are from the sticky group
+    weights: Weights = "unbiased"  # of clients in the sum: see Sticky in the Python interface
     over_commitment: AtLeastOne = 1.0  # OC
     sticky_share: StickyShare = None  # of the extra invitations; None is C/K, the paper's default
-    initial: Literal["random", "fastest"] = "random"
+    initial: Literal["random", "fastest"] = "random"  # the first sticky group
 
     def problems(self) -> Iterator[str]:
         """The sizes with which Algorithm 2 cannot run on any population."""
@@ -162,7 +164,7 @@ class Sticky:
         """The first sticky group: S clients at random, or the fastest, as in the authors' code."""
         self.check(pool.size)
         if self.initial == "fastest":
-            return tuple(sorted(sorted(range(pool.size), key=pool.speed, reverse=True)[: self.sticky_size]))
+            return tuple(sorted(heapq.nlargest(self.sticky_size, range(pool.size), key=pool.speed)))
         return tuple(sorted(draw(rng, pool.size, self.sticky_size, lambda client: True)))
 
     def check(self, size: int) -> None:
@@ -176,6 +178,11 @@ class Sticky:
             raise UsageError(
                 f"sticky sampling cannot run: only {size - s} clients are outside the sticky group; "
                 f"{others} are invited."
+            )
+        if self.initial == "fastest" and size > LISTABLE:
+            raise UsageError(
+                f"initial = 'fastest' computes the speed of every client, of at most {LISTABLE:,}; the population has "
+                f"{size:,}: choose initial = 'random'."
             )
 
     def invite(self, state: tuple[int, ...], pool: Pool, rng: np.random.Generator) -> tuple[Group, ...]:

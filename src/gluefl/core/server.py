@@ -21,7 +21,7 @@ from gluefl.core.register import MOST_CLIENTS
 from gluefl.core.sampling import Group, Pool, Sampler
 from gluefl.errors import UsageError
 from gluefl.randomness import stream
-from gluefl.strategies import KeepsUpdates, Space, Strategy, Traits, Upload
+from gluefl.strategies import PARTS, KeepsUpdates, Space, Strategy, Traits, Upload
 from gluefl.strategies.hooks import Hook, hooked_sum
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
@@ -30,7 +30,6 @@ from gluefl.wire.updates import TernaryUpdates
 
 # How a client comes to version 0: it downloads the model, or it knows the initial model, from the seed or with the app.
 Initial = Literal["download", "known"]
-PARTS = ("traits", "init", "mask", "frozen", "compress", "combine", "aggregate")  # of a strategy
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,10 @@ class State:
 
 def start(core: Core, pool: Pool) -> State:
     """The state before round 1."""
-    if pool.size > MOST_CLIENTS:
-        raise UsageError(f"a population of {pool.size} clients is too large: at most {MOST_CLIENTS} are supported.")
+    most = min(MOST_CLIENTS, core.traits.most_clients or MOST_CLIENTS)
+    if pool.size > most:
+        kind = type(core.strategy).__name__
+        raise UsageError(f"a population of {pool.size} clients is too large: {kind} supports at most {most}.")
     device = core.space.device
     strategy, version_0 = core.first
     weights, statistics = core.parts(version_0, core.statistics.to(device))

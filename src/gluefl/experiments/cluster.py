@@ -19,9 +19,9 @@ from gluefl.errors import GlueFLError, Interrupted, UsageError
 from gluefl.experiments.grid import RunSpec
 from gluefl.experiments.progress import GridProgress, RunProgress
 from gluefl.experiments.runner import record_divergence
-from gluefl.experiments.runs import CONFIG, SUMMARY
-from gluefl.experiments.worker import DIVERGED, carry_out
+from gluefl.experiments.worker import DIVERGED, carry_out, failure
 from gluefl.simulation.process import interruptible
+from gluefl.storage.names import CONFIG, SUMMARY
 
 POLL_S = 0.5
 RETRIES = 3  # of a run whose node or process dies
@@ -47,13 +47,13 @@ class ClusterRuns:
             task = ray.remote(max_retries=RETRIES, max_calls=1, **needs)(run_on_node)
             marker = _marked(specs[0].folder.resolve().parent)
             try:
-                failure = self._run(ray, task, list(specs), count, progress, (received, marker))
+                ended = self._run(ray, task, list(specs), count, progress, (received, marker))
             finally:
                 marker.unlink(missing_ok=True)
         if received:
             raise Interrupted
-        if failure is not None:
-            raise GlueFLError(failure)
+        if ended is not None:
+            raise ended
 
     def _run(
         self,
@@ -63,12 +63,13 @@ class ClusterRuns:
         count: int,
         progress: GridProgress,
         context: tuple[list[int], Path],
-    ) -> str | None:
+    ) -> GlueFLError | None:
         received, marker = context
         running: dict[Any, tuple[RunSpec, RunProgress]] = {}
-        failure, stopping, had_room_s = None, False, time.monotonic()
-        while running or (waiting and not received and failure is None):
-            while waiting and len(running) < count and not received and failure is None:
+        stopping, had_room_s = False, time.monotonic()
+        ended: GlueFLError | None = None
+        while running or (waiting and not received and ended is None):
+            while waiting and len(running) < count and not received and ended is None:
                 spec = waiting.pop(0)
                 arguments = to_toml(spec.config), str(spec.folder.resolve()), self.device, str(marker)
                 running[task.remote(*arguments)] = (spec, progress.start(spec))
@@ -79,23 +80,23 @@ class ClusterRuns:
             ready, _ = ray.wait(list(running), num_returns=1, timeout=POLL_S)
             for reference in ready:
                 spec, display = running.pop(reference)
-                failure = failure or _finished(ray, reference, spec, display, stopping)
+                ended = ended or _finished(ray, reference, spec, display, stopping)
             for _, display in running.values():
                 display.update()
             if ready or cluster.room(ray, "CPU" if self.device == "cpu" else "GPU"):
                 had_room_s = time.monotonic()
             elif time.monotonic() - had_room_s > cluster.ROOM_S:
-                return failure or _deserted(ray, running)
-        return failure
+                return ended or _deserted(ray, running)
+        return ended
 
 
-def _deserted(ray: Any, running: dict[Any, tuple[RunSpec, RunProgress]]) -> str:
-    """Give up the runs that wait for a node; returns the message of the grid."""
+def _deserted(ray: Any, running: dict[Any, tuple[RunSpec, RunProgress]]) -> GlueFLError:
+    """Give up the runs that wait for a node; returns the error of the grid."""
     for reference, (_, display) in running.items():
         ray.cancel(reference)
         display.finish("stopped")
     names = "; ".join(spec.name for spec, _ in running.values())
-    return (
+    return GlueFLError(
         f"no node of the Ray cluster is left for the runs in progress ({names}). Add nodes to the cluster, then go on "
         "with --resume: they continue from their last checkpoints."
     )
@@ -131,8 +132,8 @@ def _is_done(text: str, folder: Path) -> bool:
     return has_ended and damage_of_result(folder) is None
 
 
-def _finished(ray: Any, reference: Any, spec: RunSpec, display: RunProgress, stopping: bool) -> str | None:
-    """Record the outcome of a run; returns a message if the grid has to end because of it."""
+def _finished(ray: Any, reference: Any, spec: RunSpec, display: RunProgress, stopping: bool) -> GlueFLError | None:
+    """Record the outcome of a run; returns an error if the grid has to end because of it."""
     try:
         code, message = ray.get(reference)
     except (ray.exceptions.RayError, KeyboardInterrupt) as error:
@@ -142,7 +143,7 @@ def _finished(ray: Any, reference: Any, spec: RunSpec, display: RunProgress, sto
         raise UsageError(f"{message}: give an --out that all nodes share, on a network drive for instance.")
     diverged = code == DIVERGED
     display.finish(record_divergence(spec, message) if diverged else "" if code == 0 else "stopped")
-    return None if code == 0 or diverged or stopping else f"the run {spec.name} failed:\n{message}"
+    return None if code == 0 or diverged or stopping else failure(spec.name, code, message)
 
 
 def _marked(folder: Path) -> Path:

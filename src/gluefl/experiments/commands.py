@@ -18,9 +18,10 @@ from gluefl.experiments.grid import RunSpec, expand
 from gluefl.experiments.processes import WorkerProcesses
 from gluefl.experiments.report import page
 from gluefl.experiments.runner import Executor, ThisProcess, execute
-from gluefl.experiments.runs import FAILURE, NAMED, find, read_run
+from gluefl.experiments.runs import NAMED, find, read_run
 from gluefl.experiments.studies import pages
 from gluefl.experiments.studies.conduct import Outcome
+from gluefl.storage.names import FAILURE
 
 KEYS = (
     "rounds",

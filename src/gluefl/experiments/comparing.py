@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Strict
 from rich.console import Console
 from torch import nn
 
@@ -12,6 +13,7 @@ from gluefl.config import LABEL
 from gluefl.core.sampling import Sampler
 from gluefl.errors import UsageError
 from gluefl.experiments.console import comparison_table
+from gluefl.parameters import Seed, check
 from gluefl.populations import Population
 from gluefl.simulation.result import Result
 from gluefl.simulation.run import train
@@ -56,8 +58,8 @@ def compare(
 ) -> Compared:
     """Train every strategy with every seed: `print(compare(model, population, {"fedavg": FedAvg(), "lean": Lean()}))`.
 
-    A strategy comes alone, and is sampled as goes with it, or with a sampler: `(GlueFL(), Sticky(10, 40, 8))`. How
-    clients come to version 0 is the same for all: known, if that goes with one of the strategies. With a folder in
+    A strategy is given alone, with its default sampler, or with a sampler: `(GlueFL(), Sticky(10, 40, 8))`. How
+    clients get version 0 is the same for all: known, if that is the default of one of the strategies. With a folder in
     `options`, every run has its own in it, named LABEL-SEED, and `gluefl report` shows them.
     """
     pairs = _pairs(strategies, seeds)
@@ -90,6 +92,10 @@ def _pairs(
     wrong = [label for label in strategies if not isinstance(label, str) or not LABEL.fullmatch(label)]
     if wrong:
         raise UsageError(f"the label {wrong[0]!r} cannot name a folder: use letters, digits and dashes.")
+    pairs: dict[str, Any] = {label: one if isinstance(one, tuple) else (one, None) for label, one in strategies.items()}
+    if odd := [label for label, pair in pairs.items() if len(pair) != 2]:
+        raise UsageError(f"the run {odd[0]!r} needs a strategy, or a strategy and a sampler; found {pairs[odd[0]]!r}.")
+    check("compare", seeds=(Annotated[tuple[Seed, ...], Strict(False)], seeds))
     if not seeds or len(set(seeds)) < len(seeds):
         raise UsageError(f"seeds must be different numbers, at least one; found {list(seeds)}.")
-    return {label: one if isinstance(one, tuple) else (one, None) for label, one in strategies.items()}
+    return pairs

@@ -24,18 +24,17 @@ from gluefl.clients.metrics import METRICS
 from gluefl.config import Config, read, validated
 from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.experiments.console import volume
-from gluefl.experiments.runs import CONFIG
 from gluefl.experiments.verify import check_result
 from gluefl.scores import SCORES
 from gluefl.simulation.build import build_model
 from gluefl.simulation.process import device_of
 from gluefl.storage import checkpoint
+from gluefl.storage.names import CHECKPOINT, CONFIG, MODEL
 from gluefl.strategies import Space
 from gluefl.vectors.layout import Layout, split
 
 FORMAT, VERSION = "gluefl-cells", 1  # of the file
 SCALE = ".scale"
-MODEL = "model.safetensors"
 TYPES = (np.int8, np.int16, np.int32, np.int64)
 
 
@@ -194,7 +193,7 @@ def _check_file(out: Path) -> None:
 
 def _published(run: Path) -> Published:
     """The model in the checkpoint; `model.safetensors` may be an average over versions, which lies on no grid."""
-    folder = run / "checkpoint"
+    folder = run / CHECKPOINT
     if not checkpoint.exists(folder):
         raise UsageError(
             f"{folder} holds no checkpoint, which would hold the published grid: repeat the run with `gluefl run` or "

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from gluefl.config import Config, to_toml
 from gluefl.errors import UsageError
-from gluefl.experiments.runs import CONFIG, FAILURE, SUMMARY
 from gluefl.parameters import MOST
+from gluefl.storage.names import CONFIG, FAILURE, SUMMARY
 
 
 @dataclass(frozen=True)

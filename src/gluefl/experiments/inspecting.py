@@ -12,7 +12,7 @@ import click
 @click.argument("folders", nargs=-1, required=True, metavar="DIR…", type=click.Path(exists=True, path_type=Path))
 @click.option("--markdown", is_flag=True, help="Print the table as markdown.")
 def claims(folders: tuple[Path, ...], markdown: bool) -> None:
-    """What the studies in the given folders say of the claims of the paper, by their intervals over the seeds."""
+    """Compare the studies in the given folders with the claims of the paper, by intervals over the seeds."""
     from gluefl.experiments.console import console
     from gluefl.experiments.studies import claims, pages
 
@@ -30,7 +30,7 @@ def claims(folders: tuple[Path, ...], markdown: bool) -> None:
 @click.option("--watch", is_flag=True, help="Serve the page on this machine and refresh it during the runs.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8321, show_default=True, help="For --watch; 0: any.")
 def report(folders: tuple[Path, ...], out: Path | None, figures: Path | None, watch: bool, port: int) -> None:
-    """The table of the runs in the given folders, and one page: tables, figures, configuration differences."""
+    """Print the table of the runs in the given folders; write a page of tables, figures, configuration differences."""
     from gluefl.experiments.console import console
     from gluefl.experiments.report import live, page, plots, tables
 
@@ -55,7 +55,7 @@ def report(folders: tuple[Path, ...], out: Path | None, figures: Path | None, wa
 @click.option("--device", default="cpu", show_default=True, help="Where both models are evaluated: cpu, cuda, …")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def export(run: Path, out: Path, device: str, as_json: bool) -> None:
-    """Write the model that a run of lean published as small integers and scales, and evaluate it."""
+    """Write the model that a lean run published, as small integers and scales, and evaluate it."""
     from gluefl.experiments import export as exports
 
     result = exports.export(run, out, device)

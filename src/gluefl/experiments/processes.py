@@ -16,7 +16,7 @@ from gluefl.errors import GlueFLError, Interrupted, UsageError
 from gluefl.experiments.grid import RunSpec
 from gluefl.experiments.progress import GridProgress, RunProgress
 from gluefl.experiments.runner import record_divergence
-from gluefl.experiments.worker import DIVERGED
+from gluefl.experiments.worker import DIVERGED, failure
 from gluefl.simulation.process import interruptible
 
 POLL_S = 0.2
@@ -35,14 +35,14 @@ class WorkerProcesses:
 
     def run(self, specs: Sequence[RunSpec], progress: GridProgress) -> None:
         """Run all specs. The first error lets the runs in progress finish and starts no others."""
-        waiting, cores = list(specs), self.core_sets()
+        waiting, cores = list(specs), self.core_sets(len(specs))
         share = 1 / max(1, min(len(cores), len(waiting)))  # of the GPU's memory
         workers: list[_Worker] = []
-        failure: str | None = None
+        ended: GlueFLError | None = None
         with interruptible(second_ends=False) as received:
             try:
-                while workers or (waiting and not received and failure is None):
-                    while waiting and cores and not received and failure is None:
+                while workers or (waiting and not received and ended is None):
+                    while waiting and cores and not received and ended is None:
                         spec = waiting.pop(0)
                         workers.append(_start(spec, (self.device, cores.pop(0), str(share)), progress.start(spec)))
                     if received:
@@ -51,7 +51,7 @@ class WorkerProcesses:
                     for worker in [worker for worker in workers if worker.has_ended()]:
                         workers.remove(worker)
                         cores.append(worker.cores)
-                        failure = failure or worker.finish()
+                        ended = ended or worker.finish()
                     for worker in workers:
                         worker.display.update()
                     time.sleep(POLL_S)
@@ -60,13 +60,13 @@ class WorkerProcesses:
                     worker.stop()
         if received:
             raise Interrupted
-        if failure is not None:
-            raise GlueFLError(failure)
+        if ended is not None:
+            raise ended
 
-    def core_sets(self) -> list[str]:
+    def core_sets(self, runs: int) -> list[str]:
         """The cores of each run at a time: one on a CPU; runs that share a GPU divide all cores among them."""
         own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        count = self.jobs or (len(own) if self.device == "cpu" else 1)
+        count = min(self.jobs or (len(own) if self.device == "cpu" else 1), max(1, runs))
         if self.device != "cpu" and count <= len(own):
             return [",".join(map(str, own[i::count])) for i in range(count)]
         return [str(own[i % len(own)]) for i in range(count)]
@@ -90,8 +90,8 @@ class _Worker:
             self.stopping = True
             self.process.send_signal(signal.SIGTERM)
 
-    def finish(self) -> str | None:
-        """Record the outcome; returns a message if the grid has to end because of it."""
+    def finish(self) -> GlueFLError | None:
+        """Record the outcome; returns an error if the grid has to end because of it."""
         self.stderr.seek(0)
         message = self.stderr.read().strip()
         self.stderr.close()
@@ -100,7 +100,7 @@ class _Worker:
         self.display.finish(record_divergence(self.spec, message) if diverged else "" if code == 0 else "stopped")
         if code == 0 or diverged or self.stopping:
             return None
-        return f"the run {self.spec.name} failed:\n{message or f'exit code {code}'}"
+        return failure(self.spec.name, code, message or f"exit code {code}")
 
 
 def _start(spec: RunSpec, placement: tuple[str, str, str], display: RunProgress) -> _Worker:

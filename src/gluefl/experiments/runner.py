@@ -16,8 +16,8 @@ from gluefl.config import to_toml
 from gluefl.errors import Diverged, Interrupted, UsageError
 from gluefl.experiments.grid import RunSpec, check
 from gluefl.experiments.progress import GridProgress
-from gluefl.experiments.runs import CONFIG, FAILURE, SUMMARY
 from gluefl.storage.journal import unreachable
+from gluefl.storage.names import CHECKPOINT, CONFIG, FAILURE, SUMMARY
 from gluefl.watching import Callback
 
 INCOMPLETE = ".half-"  # prefix of the folder of a run that is being copied
@@ -115,5 +115,5 @@ def copy_done(specs: Sequence[RunSpec], folder: Path) -> None:
             # Copied under another name and renamed at the end: an interrupted copy must not look like a run.
             incomplete = spec.folder.with_name(f"{INCOMPLETE}{spec.folder.name}")
             shutil.rmtree(incomplete, ignore_errors=True)
-            shutil.copytree(source, incomplete, ignore=shutil.ignore_patterns("checkpoint"))
+            shutil.copytree(source, incomplete, ignore=shutil.ignore_patterns(CHECKPOINT))
             incomplete.rename(spec.folder)

@@ -17,9 +17,11 @@ from gluefl.errors import UsageError
 from gluefl.scores import Score
 from gluefl.storage.journal import Line, summarise
 from gluefl.storage.journal import read as read_journal
+from gluefl.storage.names import CONFIG, FAILURE, JOURNAL, SUMMARY
+from gluefl.storage.toml import flattened
 
-CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
-FAILURE = "failed.txt"  # in the folder of a run that diverged: the error message
+AVERAGE, CLIENTS = "evaluation.average", "population.clients"
+NUMBERS = ("rounds", "seed", "target", AVERAGE, CLIENTS)  # keys of a configuration that are computed with
 REQUIRED = ("round", "invited", "used", "down_bytes", "up_bytes", "accuracy")
 NAMED = ("metric", "higher_is_better", "metric_format", "evaluated_on", "test_accuracy")
 OPTIONAL = (
@@ -63,7 +65,7 @@ class Run:
     @property
     def average(self) -> int:
         """The number of evaluations whose mean is compared with a target."""
-        return int(self.config.get("evaluation.average", 5))
+        return int(self.config.get(AVERAGE, 5))
 
     @property
     def model_bytes(self) -> int:
@@ -146,7 +148,7 @@ def read_run(path: Path) -> Run:
     summary = _summary(path / SUMMARY)
     complete = summary.get("rounds") == len(lines) > 0
     if not complete or "window_rounds" not in summary:  # not finished, or of an earlier version
-        target, average = config.get("target", summary.get("target")), int(config.get("evaluation.average", 5))
+        target, average = config.get("target", summary.get("target")), int(config.get(AVERAGE, 5))
         size = summary.get("model_bytes") or _model_bytes(lines, config)
         totals = summarise(lines, target, average, size, Score.of_config(config))
         summary = {"strategy": summary.get("strategy")} | totals
@@ -159,26 +161,6 @@ def read_run(path: Path) -> Run:
         label = config.get("strategy.name") or summary.get("strategy") or label
     finished = complete or failure is not None
     return Run(path, str(label), seed, config, lines, summary, finished, failure, tuple(marks))
-
-
-def flattened(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested tables by dotted key: `{"model": {"name": "mlp"}}` as `{"model.name": "mlp"}`."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flattened(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return flat
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flattened`."""
-    tree: dict[str, Any] = {}
-    for key, value in flat.items():
-        *parents, name = key.split(".")
-        table = tree
-        for parent in parents:
-            table = table.setdefault(parent, {})
-        table[name] = value
-    return tree
 
 
 class JournalTail:
@@ -209,11 +191,14 @@ class JournalTail:
 
 def _config(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
-        return flattened(tomllib.loads(path.read_text(encoding="utf-8"))), []
+        config = flattened(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return {}, ["there is no config.toml"]
     except (OSError, ValueError, RecursionError):
         return {}, ["config.toml cannot be read"]
+    odd = [key for key in NUMBERS if not isinstance(config.get(key, 0), int | float)]
+    marks = [f"config.toml: {', '.join(odd)} cannot be read"] if odd else []
+    return {key: value for key, value in config.items() if key not in odd}, marks
 
 
 def _summary(path: Path) -> dict[str, Any]:

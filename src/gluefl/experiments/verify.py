@@ -16,15 +16,15 @@ from gluefl.clients.residuals.file import check_records
 from gluefl.clients.residuals.index import read_index
 from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.experiments.runs import find
-from gluefl.simulation.folder import CHECKPOINT, CHECKSUMS, CONFIG, JOURNAL, SUMMARY, same_configuration
+from gluefl.simulation.folder import same_configuration
 from gluefl.storage import checkpoint, columns
 from gluefl.storage.client_log import check_clients
 from gluefl.storage.journal import Line, written_lines
+from gluefl.storage.names import CHECKPOINT, CHECKSUMS, CONFIG, EVALUATIONS, JOURNAL, SUMMARY
 from gluefl.storage.sealed import unseal
 from gluefl.watching.best import BEST
 from gluefl.watching.best import read as read_best
 
-EVALUATIONS = "evaluations.jsonl"  # of a server on Flower
 STORES = {"residuals": "", "memories": "memories"}  # their folders below that of the checkpoints
 
 

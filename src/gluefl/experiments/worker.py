@@ -9,6 +9,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+from gluefl.errors import Diverged, GlueFLError, UsageError
+from gluefl.storage.names import CHECKPOINT
+
 DIVERGED = 3  # exit code, seen by the runner only; 1 and 2 are those of other errors
 
 
@@ -27,7 +30,6 @@ def carry_out(text: str, folder: Path, device: str) -> tuple[int, str]:
     """Start or resume the run of a configuration: its exit code, and a message if that is not 0. A finished run keeps
     no checkpoint, which may be much larger than its other files."""
     from gluefl.config import validated
-    from gluefl.errors import Diverged, GlueFLError
     from gluefl.simulation.build import run
     from gluefl.simulation.settings import Options
 
@@ -36,8 +38,15 @@ def carry_out(text: str, folder: Path, device: str) -> tuple[int, str]:
         run(config, Options(folder, True, progress=False, device=device, checkpoint_at_end=False))
     except GlueFLError as error:
         return DIVERGED if isinstance(error, Diverged) else error.exit_code, str(error)
-    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    except (OSError, MemoryError) as error:
+        return 1, f"{type(error).__name__}: {error}"
+    shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
     return 0, ""
+
+
+def failure(name: str, code: int, message: str) -> GlueFLError:
+    """The error that ends a grid, of the same kind as that of the run."""
+    return (UsageError if code == UsageError.exit_code else GlueFLError)(f"the run {name} failed:\n{message}")
 
 
 def _limit_memory(device: str, share: float) -> None:

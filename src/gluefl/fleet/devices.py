@@ -44,19 +44,19 @@ class Fleet:
     """
 
     network: Annotated[str, OneOf(NETWORKS)] = "edge"
-    availability: Annotated[str, OneOf(AVAILABILITIES)] = "diurnal"
-    seed: Seed = 0
-    down_factor: Factor = 1.0  # the authors' runs: 0.8
-    up_factor: Factor = 1.0  # the authors' runs: 1.2
-    compute_factor: Factor = 1.0  # the authors' runs: 0.4
-    model_cost: Factor = 1.0  # time per sample of this model against that of the table
-    latency_s: NonNegative = 0.0  # added once per direction
-    failure_share: ClosedShare = 0.0  # of the invited clients, lost while they download, train or upload
-    uniform_down_mbps: Range = (40.0, 40.0)
-    uniform_up_mbps: Range = (15.0, 15.0)
-    network_file: File | None = None
-    availability_file: File | None = None
-    repeat_traces: bool = False  # more clients than the trace holds: from its start again
+    availability: Annotated[str, OneOf(AVAILABILITIES)] = "diurnal"  # who is online when; docs/fleet.md
+    seed: Seed = 0  # of the devices; independent of the seed of the run
+    down_factor: Factor = 1.0  # multiplies download speeds; the authors' runs: 0.8
+    up_factor: Factor = 1.0  # multiplies upload speeds; the authors' runs: 1.2
+    compute_factor: Factor = 1.0  # multiplies compute times; the authors' runs: 0.4
+    model_cost: Factor = 1.0  # time per sample, relative to the model of the authors' logs
+    latency_s: NonNegative = 0.0  # seconds, added once per direction
+    failure_share: ClosedShare = 0.0  # share of the invited clients that fail while they download, train or upload
+    uniform_down_mbps: Range = (40.0, 40.0)  # with network uniform: lowest and highest speed
+    uniform_up_mbps: Range = (15.0, 15.0)  # the same for uploads
+    network_file: File | None = None  # a trace, with network file
+    availability_file: File | None = None  # a trace, with availability file
+    repeat_traces: bool = False  # repeat a trace that has fewer clients than the population
     timed: bool = field(default=True, init=False)
 
     def problems(self) -> Iterator[str]:

@@ -44,7 +44,8 @@ class Noise:
 
     def uniform(self, *keys: ArrayLike) -> Floats:
         """Numbers strictly between 0 and 1, one per combination of the broadcast integer keys (at least 1-d)."""
-        return ((self._word(keys) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+        numbers = ((self._word(keys) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+        return np.minimum(numbers, 1 - 2.0**-53)  # the largest word would be rounded to 1
 
     def normal(self, *keys: ArrayLike) -> Floats:
         """Standard normal numbers (Box–Muller, from the two halves of a word), addressed like `uniform`."""

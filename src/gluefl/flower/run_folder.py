@@ -12,11 +12,10 @@ from gluefl.core.server import Core
 from gluefl.errors import Damaged, UsageError
 from gluefl.storage import checkpoint
 from gluefl.storage.journal import Journal
+from gluefl.storage.names import CHECKPOINT, JOURNAL
 from gluefl.strategies import Strategy
 from gluefl.strategies.coded import Coded
 from gluefl.strategies.registry import STRATEGIES
-
-CHECKPOINT, JOURNAL, EVALUATIONS = "checkpoint", "journal.jsonl", "evaluations.jsonl"
 
 
 @contextmanager

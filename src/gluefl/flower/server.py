@@ -25,19 +25,21 @@ from gluefl.core.optimizer import Optimizer, Server
 from gluefl.core.sampling import Group, Sampler, draw
 from gluefl.core.server import Core, Initial
 from gluefl.errors import GlueFLError, UsageError
+from gluefl.flower.arguments import check_arguments
 from gluefl.flower.arrays import STATISTICS, Table
 from gluefl.flower.exchange import Exchange, send_and_receive
 from gluefl.flower.metrics import accuracy, evaluation_line, journaled, mean_metrics
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.outbox import Envelope, Outbox
 from gluefl.flower.replies import Sent
-from gluefl.flower.run_folder import EVALUATIONS, Saved, locked
+from gluefl.flower.run_folder import Saved, locked
 from gluefl.flower.session import Session, open_session
 from gluefl.randomness import stream
 from gluefl.storage.journal import Journal, Line
+from gluefl.storage.names import EVALUATIONS
 from gluefl.strategies.gluefl import GlueFL
 from gluefl.strategies.hooks import Hook
-from gluefl.strategies.registry import row_of
+from gluefl.strategies.registry import innermost, row_of
 
 RETURN_S = 60.0  # how long a resumed run waits for its nodes to come back
 SHORTEST_TTL_S = 60.0
@@ -72,9 +74,9 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
     ) -> None:
+        check_arguments(locals())
         self.sampler, self.strategy, self.server = sampler, strategy or GlueFL(), server or Server()
-        inner = getattr(self.strategy, "strategy", self.strategy)  # of `Coded`
-        if cached := getattr(inner, "cached_updates", 0):
+        if cached := getattr(innermost(self.strategy), "cached_updates", 0):
             raise UsageError(
                 f"cached_updates = {cached}: on Flower nodes download the weights that changed. "
                 "Set it to 0, or choose lean, whose packages are shorter still."

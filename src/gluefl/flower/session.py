@@ -25,11 +25,12 @@ from gluefl.flower.messages import to_array
 from gluefl.flower.node_store import NodeStore
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.replies import Received
-from gluefl.flower.run_folder import CHECKPOINT, EVALUATIONS, JOURNAL, Saved, settings_of
+from gluefl.flower.run_folder import Saved, settings_of
 from gluefl.randomness import stream
 from gluefl.storage import checkpoint
 from gluefl.storage.client_log import ClientLog
 from gluefl.storage.journal import Journal, Line, keep_rounds
+from gluefl.storage.names import CHECKPOINT, EVALUATIONS, JOURNAL
 from gluefl.strategies import Upload
 from gluefl.vectors.sparse import Sparse, whole
 
@@ -63,6 +64,7 @@ class Session:
     checkpoints_kept: int = checkpoint.KEPT  # in the folder
     protection: Protection = field(default_factory=lambda: Protection(None))
     log: ClientLog = field(default_factory=ClientLog)
+    types: dict[str, Any] | None = None  # of the state before round 1
     version_0: Array | None = None  # as a message, where packages refer to it: for nodes that do not know it
 
     @property
@@ -159,7 +161,9 @@ class Session:
             guard = None if self.core.guard is None else self.protection.state.to_json()
             saved = Saved(self.core.run, self.settings, self.nodes.places, self.accepted, self.hashes[0], guard)
             keep = self.protection.kept(self.state.round, self.checkpoints_kept)
-            checkpoint.save(self.folder / CHECKPOINT, self.state, notes=saved.notes(), keep=keep, log=self.log)
+            checkpoint.save(
+                self.folder / CHECKPOINT, self.state, notes=saved.notes(), keep=keep, log=self.log, types=self.types
+            )
 
 
 def open_session(
@@ -177,7 +181,7 @@ def open_session(
     session = Session(core, state, nodes, table, journal, folder, store, checkpoints_kept=checkpoints_kept)
     session.protection = Protection(core.guard)
     if folder is not None:
-        checkpoint.check(state)
+        session.types = checkpoint.check(state)
         files.make_folder(folder)
         if saved is not None:
             saved.check(session.settings, folder)

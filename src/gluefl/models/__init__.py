@@ -1,6 +1,7 @@
 """The models, one file per family. All are plain torch modules that `torch.func.vmap` can stack client by
 client: no state outside parameters and buffers, no branch on data, nothing random in the forward pass.
-A module that cannot be stacked says so with `stackable = False` (only `char_lstm` with its fused LSTM)."""
+Two exceptions cannot be stacked: `mobilenet_v2` with a dropout above 0, whose forward pass is random, and
+`char_lstm` with its fused LSTM, which says so with `stackable = False`."""
 
 import inspect
 from collections.abc import Callable

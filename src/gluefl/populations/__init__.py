@@ -110,7 +110,8 @@ class Population(Protocol):
         ...
 
     def transform(self, inputs: Any) -> Any:
-        """Raw inputs to model inputs (float32, normalised), on their device; deterministic. Dicts and tuples, too."""
+        """Raw inputs to model inputs (float32, normalised), on their device: deterministic, and sample by sample.
+        Dicts and tuples, too."""
         ...
 
 

@@ -64,6 +64,10 @@ def load(
         named = _read_folder(where) if where.is_dir() else files.read_npz(where, NAMES[:2])
     if missing := [name for name in NAMES[:2] if name not in named]:
         raise DataError(f"{where}: {' and '.join(missing)} missing. {HOW}")
+    for name in ("labels", "test_labels", "owners", "test"):
+        shape = named[name].shape if name in named else (0,)
+        if not shape or (len(shape) > 1 and not name.endswith("labels")):
+            raise DataError(f"{where}: {name} have the shape {shape}; needed: one entry for each sample")
     if ("owners" in named) == (partition is not None):
         raise UsageError(f"{where}: give either owners, the client of every sample, or partition = a scheme")
     apart = "test_inputs" in named

@@ -99,14 +99,16 @@ def _leaf(file: Path, test: bool, broken: files.Broken) -> Iterator[Part]:
     try:
         content = json.loads(file.read_bytes())
         users = [(user, content["user_data"][user]) for user in content["users"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         broken.report(file, f"not a LEAF JSON file ({type(error).__name__}: {error})")
         return
     for user, data in users:
         where = f"{file}, user {user}"
         try:
             pixels, labels = np.asarray(data["x"], np.float32), np.asarray(data["y"], np.int64)
-        except (ValueError, KeyError, TypeError) as error:
+            if labels.ndim != 1:
+                raise ValueError(f"y has the shape {labels.shape}, not one label for each image")
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             broken.report(where, f"x and y are not arrays of numbers ({error})")
             continue
         if not len(labels):
@@ -137,18 +139,19 @@ def _parquet(file: Path, broken: files.Broken) -> Iterator[Part]:
 
 def _batch(file: Path, columns: dict[str, list[object]], broken: files.Broken) -> Iterator[Part]:
     images: dict[str, list[NDArray[np.uint8]]] = {}
-    labels: dict[str, list[int]] = {}
+    labels: dict[str, list[np.int64]] = {}
     for image, writer, label in zip(columns["image"], columns["writer_id"], columns["character"]):
         where = f"{file}, writer {writer}"
         try:
             pixels = files.decode_image(image["bytes"], channels=1)  # type: ignore[index]
             if pixels.shape != (SIDE, SIDE):
                 raise ValueError(f"is {pixels.shape}, not {SIDE}×{SIDE}")
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            broken.report(where, f"an image does not decode ({error})")
+            number = np.int64(-1 if label is None else int(label))  # type: ignore[call-overload]
+        except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+            broken.report(where, f"an image or its label does not decode ({error})")
             continue
         images.setdefault(str(writer), []).append(pixels)
-        labels.setdefault(str(writer), []).append(-1 if label is None else int(label))  # type: ignore[call-overload]
+        labels.setdefault(str(writer), []).append(number)
     for writer, written in images.items():
         numbers = np.array(labels[writer], np.int64)
         good = _in_range(numbers, f"{file}, writer {writer}", broken)

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gluefl.errors import DataError, UsageError
 from gluefl.populations import Samples, cache, inline, partition
 from gluefl.populations.inputs import each, parts
 from gluefl.populations.labels import check_labels
-from gluefl.populations.moments import moments, standardised
+from gluefl.populations.moments import moments, transformed
 from gluefl.randomness import stream
 
 HELD_OUT = ("official", "samples", "clients")
@@ -76,13 +75,12 @@ class Grouped:
 
         Several arrays are not normalised: floats become float32, whole numbers int64.
         """
-        if not self.mean:
-            return each(_plain, inputs)
-        x = inputs.float()
-        if self.inputs.ndim == len(self.shape):  # grey images are stored without a channel
-            x = x.unsqueeze(-len(self.shape))
-        x = standardised(x, self.mean, self.std, axis=-len(self.shape))
-        return x.expand(*x.shape[: -len(self.shape)], *self.shape)
+        return transformed(inputs, self.shape, self.mean, self.std, self.adds_channel)
+
+    @property
+    def adds_channel(self) -> bool:
+        """Whether the inputs are grey images, which are stored without a channel."""
+        return bool(self.mean) and self.inputs.ndim == len(self.shape)
 
     def __repr__(self) -> str:
         return inline(self, len(self.rows))
@@ -91,12 +89,6 @@ class Grouped:
         inputs = each(lambda array: torch.from_numpy(array[rows]), self.inputs)  # copies: a source may be read-only
         kind = np.float32 if self.labels.dtype.kind == "f" else np.int64
         return Samples(inputs, torch.from_numpy(self.labels[rows].astype(kind)))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    if tensor.is_floating_point():
-        return tensor.float()
-    return tensor if tensor.dtype == torch.bool else tensor.long()
 
 
 def source(

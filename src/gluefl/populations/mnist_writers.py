@@ -5,6 +5,7 @@ four IDX files (gzipped or not) and QMNIST's two label files, whose third column
 
 import gzip
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,13 @@ def load(
     files.check_channels(channels)
     data = files.read_npz(root, NPZ) if root.is_file() else _read_idx_folder(root)
     for part in ("train", "test"):
-        lengths = {len(data[f"{name}_{part}"]) for name in ("x", "y", "writer")}
-        if data[f"x_{part}"].shape[1:] != (28, 28) or len(lengths) != 1:
-            raise DataError(f"{root}: the {part} images, labels and writers do not fit together")
+        shapes = [data[f"{name}_{part}"].shape for name in ("x", "y", "writer")]
+        samples = shapes[0][:1]
+        if shapes != [(*samples, 28, 28), samples, samples]:
+            raise DataError(
+                f"{root}: the {part} images, labels and writers do not fit together: they have the shapes {shapes}; "
+                "needed: (samples, 28, 28), (samples,) and (samples,)"
+            )
     both = {name: np.concatenate([data[f"{name}_train"], data[f"{name}_test"]]) for name in ("x", "y", "writer")}
     official = np.arange(len(both["y"])) >= len(data["y_train"])
     population = grouped(
@@ -88,9 +93,11 @@ def read_idx(path: Path) -> NDArray[Any]:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         dtype, dimensions = DTYPES[raw[2]], raw[3]
+        if not dimensions:
+            raise ValueError("it has no dimensions")
         shape = np.frombuffer(raw, ">i4", dimensions, offset=4)
         values = np.frombuffer(raw, dtype, offset=4 + 4 * dimensions).reshape(shape)
-    except (OSError, EOFError, ValueError, KeyError, IndexError) as error:
+    except (OSError, EOFError, ValueError, KeyError, IndexError, zlib.error) as error:
         raise DataError(f"{path}: not a whole IDX file ({error})") from error
     return values.astype(dtype.newbyteorder("="))
 

@@ -1,7 +1,7 @@
 """Mean and deviation of raw inputs, and normalisation by them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,17 +9,40 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gluefl.populations.inputs import each
+
 MEASURED = 10_000  # samples over which mean and deviation are measured, at most
 VALUES = 2 * 10**8  # numbers, at most: they are read whenever a population is opened
 CHUNK = 2**16  # values that are converted to float64 at a time
 
 
-def standardised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...], axis: int) -> Tensor:
+def standardised(x: Tensor, mean: Sequence[float], std: Sequence[float], axis: int) -> Tensor:
     """(x − mean) / std per channel, with Python numbers, which need no copy to the device."""
     if len(mean) == 1:
         return (x - mean[0]) / std[0]
     parts = torch.split(x, 1, dim=axis)
     return torch.cat([(part - m) / s for part, m, s in zip(parts, mean, std)], dim=axis)
+
+
+def transformed(
+    inputs: Any, shape: Sequence[int], mean: Sequence[float], std: Sequence[float], adds_channel: bool
+) -> Any:
+    """Raw inputs as a population gives them to a model: normalised float32 of this shape, with any leading dimensions.
+
+    Without a mean, floats as float32 and whole numbers as int64.
+    """
+    if not mean:
+        return each(_plain, inputs)
+    x, rank = inputs.float(), len(shape)
+    x = x.unsqueeze(-rank) if adds_channel else x
+    x = standardised(x, mean, std, axis=-rank)
+    return x.expand(*x.shape[: x.dim() - rank], *shape)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.float()
+    return tensor if tensor.dtype == torch.bool else tensor.long()
 
 
 def moments(inputs: NDArray[Any], rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -172,28 +172,32 @@ def _read_map(
     ids, paths, labels = [], [], []
     with open(file, newline="", encoding="utf-8", errors="surrogateescape") as lines:
         reader = csv.reader(lines)
-        header = next(reader, [])
-        if missing := [name for name in COLUMNS if name not in header]:
-            raise DataError(f"{file}: has the columns {header}, but {missing} are needed")
-        who, which, what = (header.index(name) for name in COLUMNS)
-        for row in reader:
-            try:
-                label = int(row[what])
-                if not 0 <= label < classes:
-                    raise ValueError(f"the label {label} is outside 0…{classes - 1}")
-                if not row[who] or not row[which]:
-                    raise ValueError("the client or the path is empty")
-            except (IndexError, ValueError) as error:
-                broken.report(f"{file}, line {reader.line_num}", error)
-                continue
-            ids.append(row[who])
-            paths.append(os.fsencode(row[which]))
-            labels.append(label)
+        try:
+            header = next(reader, [])
+            if missing := [name for name in COLUMNS if name not in header]:
+                raise DataError(f"{file}: has the columns {header}, but {missing} are needed")
+            who, which, what = (header.index(name) for name in COLUMNS)
+            for row in reader:
+                try:
+                    label = int(row[what])
+                    if not 0 <= label < classes:
+                        raise ValueError(f"the label {label} is outside 0…{classes - 1}")
+                    if not row[who] or not row[which]:
+                        raise ValueError("the client or the path is empty")
+                except (IndexError, ValueError) as error:
+                    broken.report(f"{file}, line {reader.line_num}", error)
+                    continue
+                ids.append(row[who])
+                paths.append(os.fsencode(row[which]))
+                labels.append(label)
+        except csv.Error as error:
+            where = f"{file}, line {reader.line_num}"
+            raise DataError(f"{where}: not a readable CSV ({error}). Repair or remove the line") from error
     if not ids:
         raise DataError(f"{file}: names no images ({broken.count} broken lines)")
     numeric = all(name.isdecimal() for name in ids[:1000])  # FedScale numbers its clients
     try:
         clients = np.array(ids, np.int64) if numeric else np.array(ids)
-    except ValueError:
+    except (ValueError, OverflowError):
         clients = np.array(ids)
     return clients, np.array(paths), np.array(labels, np.int32)

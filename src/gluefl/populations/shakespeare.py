@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +56,15 @@ def load(
         cut = begin + round(lengths[role] * (1 - test_fraction))
         train.append(np.arange(begin, cut - window, stride))
         test.append(np.arange(cut - window, end - window, stride))  # predicts from the cut on
+    test_rows = np.concatenate(test)
+    if not len(test_rows):
+        raise DataError(f"{file}: nothing is left for a test set; raise test_fraction above {test_fraction}")
     return Grouped(
         inputs=sliding_window_view(tokens, window)[:-1],  # a view: no copy of the text per window
         labels=tokens[window:],
         rows=np.concatenate(train),
         offsets=np.concatenate([[0], np.cumsum([len(rows) for rows in train])]).astype(np.int64),
-        test_rows=np.concatenate(test),
+        test_rows=test_rows,
         classes=len(alphabet),
         shape=(window,),
         names=tuple(names[role] for role in kept),
@@ -74,7 +78,7 @@ def _read(file: Path) -> dict[str, str]:
     try:
         raw = file.read_bytes()
         text = (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"{file}: not a readable text ({error})") from error
     if ".csv" in file.suffixes:
         speeches = _csv_rows(text, file)

@@ -101,7 +101,11 @@ def read_wave(path: Path) -> NDArray[np.float32]:
 
 
 def _read(root: Path, broken: files.Broken, progress: files.Progress | None) -> Source:
-    official = set(files.need(root / "testing_list.txt", "speech", HOW).read_text().split())
+    listed = files.need(root / "testing_list.txt", "speech", HOW)
+    try:
+        official = set(listed.read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{listed}: not a readable text ({error}). To get it: {HOW}") from error
     clips = _clips(root, broken)
     if not clips:
         raise DataError(f"{root}: holds no WORD/SPEAKER_nohash_NUMBER.wav. To get them: {HOW}")

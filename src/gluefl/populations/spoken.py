@@ -53,7 +53,11 @@ def _load(
     test_fraction: float,
 ) -> Grouped:
     file = files.find(path, population, HOW)
-    data = files.read_npz(file, ("x", "y", "speaker") if words else ("x", "y", "speaker", "words"))
+    names = ("x", "y", "speaker") if words else ("x", "y", "speaker", "words")
+    data = files.read_npz(file, names)
+    for name in names[1:]:
+        if data[name].ndim != 1:
+            raise DataError(f"{file}: {name} has the shape {data[name].shape}; needed: one dimension")
     words = words or tuple(data["words"].tolist())
     if data["x"].ndim != 3 or not len(data["x"]) == len(data["y"]) == len(data["speaker"]):
         raise DataError(f"{file}: x, y and speaker do not fit together, or x is not (samples, mel, frames)")

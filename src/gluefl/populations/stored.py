@@ -4,15 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
-
 from gluefl.errors import UsageError
 from gluefl.parameters import Count, checked
 from gluefl.populations import Population, Samples
 from gluefl.populations.grouped import Grouped
-from gluefl.populations.inputs import each
-from gluefl.populations.moments import standardised
+from gluefl.populations.moments import transformed
 
 WITHOUT = "this result was loaded without its population: give it as gluefl.load(folder, population=…)."
 
@@ -29,18 +25,7 @@ class Transform:
 
     def __call__(self, inputs: Any) -> Any:
         """A batch, on its device."""
-        if not self.mean:
-            return each(_plain, inputs)
-        x, rank = inputs.float(), len(self.shape)
-        x = x.unsqueeze(-rank) if self.adds_channel else x
-        x = standardised(x, tuple(self.mean), tuple(self.std), axis=-rank)
-        return x.expand(*x.shape[: x.dim() - rank], *self.shape)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    if tensor.is_floating_point():
-        return tensor.float()
-    return tensor if tensor.dtype == torch.bool else tensor.long()
+        return transformed(inputs, self.shape, self.mean, self.std, self.adds_channel)
 
 
 @checked
@@ -79,9 +64,7 @@ def described(population: Population) -> dict[str, Any] | None:
     inner = getattr(population, "population", population)  # of a validation share
     if not isinstance(inner, Grouped):
         return None
-    single = not isinstance(inner.inputs, Mapping | tuple)
-    adds_channel = single and bool(inner.mean) and inner.inputs.ndim == len(inner.shape)
-    transform = Transform(list(inner.shape), list(inner.mean), list(inner.std), adds_channel)
+    transform = Transform(list(inner.shape), list(inner.mean), list(inner.std), inner.adds_channel)
     return {"classes": inner.classes, **asdict(transform)}
 
 

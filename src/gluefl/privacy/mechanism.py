@@ -15,11 +15,10 @@ from gluefl.core.sampling import Sampler, Sticky, Uniform
 from gluefl.errors import UsageError
 from gluefl.parameters import Has, Positive, Seed, Share, checked
 from gluefl.randomness import stream
-from gluefl.strategies import Space, Strategy, Task, Traits, Upload
+from gluefl.strategies import PARTS, KeepsUpdates, MeasuresUploads, Space, Strategy, Task, Traits, Upload
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse
-
-PARTS = ("traits", "init", "mask", "frozen", "compress", "combine", "aggregate")
+from gluefl.wire.updates import Updates
 
 
 @checked
@@ -84,6 +83,18 @@ class Private:
         """What the strategy inside makes of the sum."""
         return self.strategy.aggregate(state, total, round)
 
+    def updates(self, state: Any, base: int) -> Updates | None:
+        """Those that the strategy inside keeps."""
+        return self.strategy.updates(state, base) if isinstance(self.strategy, KeepsUpdates) else None
+
+    def without_updates(self, state: Any, version: int) -> Any:
+        """What the strategy inside makes of it."""
+        return self.strategy.without_updates(state, version) if isinstance(self.strategy, KeepsUpdates) else state
+
+    def measured(self, sent: Tensor, space: Space) -> tuple[float, Tensor] | None:
+        """What the strategy inside measures: a guard judges uploads before they are limited."""
+        return self.strategy.measured(sent, space) if isinstance(self.strategy, MeasuresUploads) else None
+
     def _drawn(self, size: int, round: int) -> Tensor:
         if self.source == "system":
             return torch.from_numpy(system_normal(size).astype(np.float32))
@@ -109,12 +120,12 @@ def system_normal(size: int) -> NDArray[np.float64]:
 def largest_weight(sampler: Sampler, clients: int) -> float:
     """The largest weight that a sampler gives to one of this many equally important clients, if its quotas are met."""
     sampler.check(clients)
-    if isinstance(sampler, Uniform) or sampler.cohort == 1:
+    if isinstance(sampler, Uniform):
         return 1 / sampler.cohort
     if not isinstance(sampler, Sticky):
         raise UsageError(f"the weights of {type(sampler).__name__} are not known here: give `weight` as a number.")
     inside, outside = sampler.sticky_cohort, sampler.cohort - sampler.sticky_cohort
-    if sampler.weights in ("equal", "proportional"):
+    if sampler.weights in ("equal", "equal_sum", "proportional"):
         return 1 / sampler.cohort
     share = sampler.sticky_size / clients if sampler.weights == "unbiased" else float(sampler.weights)
     return max(share / inside, (1 - share) / outside)

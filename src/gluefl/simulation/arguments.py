@@ -18,6 +18,7 @@ from gluefl.populations.inputs import KINDS, applied, form
 from gluefl.populations.inputs import problem as problem_of
 from gluefl.simulation.settings import Options, Setting
 from gluefl.vectors.frozen import copied, frozen_digest, frozen_parameters
+from gluefl.vectors.layout import check_initialised
 
 DIFFERENCES = tuple(getattr(nn.functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber"))
 FROZEN = "frozen"  # in the metadata of a model's file: the digest of the part that it leaves out
@@ -35,6 +36,7 @@ def check_arguments(*arguments: Any) -> None:
         "options": Options | None,
     }
     check("train", **{name: (kind, value) for (name, kind), value in zip(kinds.items(), arguments, strict=True)})
+    check_initialised(arguments[0])
 
 
 def load_weights(module: nn.Module, path: Path | str) -> None:

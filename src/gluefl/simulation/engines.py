@@ -46,18 +46,19 @@ def engine_of(
         tf32=options.tf32,
     )
     with ExitStack() as held:
-        transport = held.enter_context(closing(_transport(kit, device, options, held)))
+        transport = held.enter_context(closing(transport_of(kit, options, held)))
         engine = RemoteEngine(population, setting.training, trainer, transport)
         engine.wait_for_workers()
         yield engine
 
 
-def _transport(kit: Kit, device: torch.device, options: Options, held: ExitStack) -> Transport:
+def transport_of(kit: Kit, options: Options, held: ExitStack) -> Transport:
+    """Worker processes or Ray actors for the clients of a run; what is held ends with the stack."""
     if options.engine == "ray":
         from gluefl.clients.remote.cluster import Actors, connected, resources_of
 
         ray = held.enter_context(connected(options.ray_address, options.workers))
-        return Actors(ray, kit, *resources_of(ray, device.type == "cuda", options.workers))
+        return Actors(ray, kit, *resources_of(ray, torch.device(options.device).type == "cuda", options.workers))
     from gluefl.clients.remote.processes import Processes
 
     return Processes.of(kit, worker_devices(options.device, options.workers))

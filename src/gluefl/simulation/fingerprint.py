@@ -101,7 +101,8 @@ def _parameters(population: Population) -> dict[str, Any]:
 def _add(digest: "hashlib.blake2b", *tensors: Tensor) -> None:
     for tensor in tensors:
         digest.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        if tensor.numel():  # a tensor without elements may have a stride that `view` refuses
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def check_same(before: Fingerprint, current: Fingerprint) -> None:

@@ -1,6 +1,7 @@
 """The folder of a run: who may write into it, and whether it holds the run that is to go on."""
 
 import json
+import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,14 +23,19 @@ from gluefl.simulation.settings import Options, Setting
 from gluefl.storage import checkpoint, columns, toml
 from gluefl.storage.client_log import ClientLog
 from gluefl.storage.journal import ACCURACY, Journal
+from gluefl.storage.names import CHECKPOINT, CHECKSUMS, CONFIG, JOURNAL, MODEL, SUMMARY
 from gluefl.storage.sealed import seal
 from gluefl.strategies import Strategy
 
-# What may differ when a run goes on.
-MOVABLE = ("rounds =", "target =", "stop_at_target =", "memory_gb =", "device_gb =", "keep =")
-CONFIG, JOURNAL, MODEL, SUMMARY = "config.toml", "journal.jsonl", "model.safetensors", "summary.json"
-CHECKSUMS = "checksums.json"  # of the files that a run leaves at its end
-CHECKPOINT = "checkpoint"
+# What may differ when a run goes on, by dotted key.
+MOVABLE = {
+    "rounds",
+    "target",
+    "evaluation.stop_at_target",
+    "residuals.memory_gb",
+    "residuals.device_gb",
+    "checkpoint.keep",
+}
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,13 @@ class RunFolder:
     identity: Fingerprint
     stores: Mapping[str, checkpoint.Store] = field(default_factory=dict)
     keep: int = checkpoint.KEPT  # checkpoints
+    types: dict[str, Any] = field(default_factory=dict)  # in the state before round 1, once the folder is locked
     log: ClientLog = field(default_factory=ClientLog)
 
     @contextmanager
     def locked(self, resume: bool, fresh: State) -> Iterator[None]:
         """Make the folder, unless it holds something else; no other process can write into it meanwhile."""
-        checkpoint.check(fresh)
+        self.types.update(checkpoint.check(fresh))
         self._check_usable(resume)
         files.make_folder(self.path)
         with files.locked(self.path):
@@ -77,7 +84,7 @@ class RunFolder:
     def save(self, state: State) -> None:
         """Write a checkpoint."""
         notes = {"config": self.description, "fingerprint": self.identity.as_json()}
-        checkpoint.save(self.path / CHECKPOINT, state, self.stores, notes, self.keep, self.log)
+        checkpoint.save(self.path / CHECKPOINT, state, self.stores, notes, self.keep, self.log, self.types)
 
     def finish(self, model: dict[str, Tensor], summary: Mapping[str, Any], notes: Mapping[str, str]) -> None:
         """Write what a run leaves at its end. The summary comes last: it says that the run is done."""
@@ -153,8 +160,12 @@ def same_configuration(a: str, b: str) -> bool:
 
 
 def _fixed(text: str) -> list[str]:
-    """The lines of a configuration that must stay the same."""
-    return [line for line in text.splitlines() if not line.startswith(MOVABLE)]
+    """What must stay the same in a configuration, a line per key; a damaged text as it is."""
+    try:
+        tree = toml.flattened(tomllib.loads(text))
+    except (ValueError, RecursionError):
+        return text.splitlines()
+    return [f"{key} = {json.dumps(value, default=str)}" for key, value in tree.items() if key not in MOVABLE]
 
 
 def describe(

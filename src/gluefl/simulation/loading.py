@@ -15,9 +15,9 @@ from gluefl.populations import Population
 from gluefl.populations.stored import restored
 from gluefl.simulation.arguments import load_weights
 from gluefl.simulation.build import build_model, held_out
-from gluefl.simulation.folder import CONFIG, JOURNAL, MODEL, SUMMARY
 from gluefl.simulation.result import Result
 from gluefl.storage.journal import Journal
+from gluefl.storage.names import CONFIG, JOURNAL, MODEL, SUMMARY
 from gluefl.vectors.frozen import copied
 from gluefl.watching.best import BEST, Best
 from gluefl.watching.best import read as read_best

@@ -19,8 +19,9 @@ from gluefl.errors import MissingExtra, UsageError
 from gluefl.populations import Population
 from gluefl.populations.inputs import KINDS, applied, each, parts, problem
 from gluefl.scores import Score
-from gluefl.simulation.folder import CONFIG, JOURNAL, write_result
+from gluefl.simulation.folder import write_result
 from gluefl.storage.journal import Journal, Line
+from gluefl.storage.names import CONFIG, JOURNAL
 from gluefl.storage.sealed import seal
 
 PERCENTILES = (5, 10, 25, 50, 75, 90, 95)

@@ -26,11 +26,12 @@ from gluefl.errors import DataError
 from gluefl.populations import Population
 from gluefl.populations.stored import described
 from gluefl.randomness import stream
+from gluefl.scores import perplexity
 from gluefl.simulation.arguments import FROZEN, check_arguments, check_shapes, explained, load_weights
 from gluefl.simulation.channel import Encoded, Measured
 from gluefl.simulation.engines import engine_of
 from gluefl.simulation.fingerprint import fingerprint
-from gluefl.simulation.folder import CHECKPOINT, JOURNAL, RunFolder, describe
+from gluefl.simulation.folder import RunFolder, describe
 from gluefl.simulation.lookahead import player as player  # without look-ahead: from gluefl.simulation.round
 from gluefl.simulation.loop import Loop, Records
 from gluefl.simulation.parts import Simulation
@@ -38,7 +39,8 @@ from gluefl.simulation.process import device_of
 from gluefl.simulation.result import Result, percentiles
 from gluefl.simulation.round import Player, play
 from gluefl.simulation.settings import Options, Setting
-from gluefl.storage.journal import Journal, Totals, perplexity
+from gluefl.storage.journal import Journal, Totals
+from gluefl.storage.names import CHECKPOINT, JOURNAL
 from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
 from gluefl.vectors.frozen import copied, frozen_digest, frozen_parameters
@@ -59,12 +61,12 @@ def train(
 ) -> Result:
     """Train a module on a population of clients and return it with its journal.
 
-    model: any module with trainable parameters; it is copied, but for its frozen parameters, which the result shares.
+    model: any module with trainable parameters; it is copied, except its frozen parameters, which the result shares.
         Only parameters that require a gradient travel.
     population: who owns which data, for instance `gluefl.populations.glyphs.Glyphs(clients=300)`.
     strategy: what travels, for instance `GlueFL()`.
-    sampler: who is invited, for instance `Sticky(cohort=10, sticky_size=40, sticky_cohort=8)`; by default 30 clients,
-        at random or sticky as goes with the strategy.
+    sampler: which clients are invited, for instance `Sticky(cohort=10, sticky_size=40, sticky_cohort=8)`; by default
+        30 clients, uniform or sticky by strategy.
     rounds: how many rounds to play, unless a target ends the run before.
     setting: what else is computed: seed, local training, server optimiser, loss, hooks, fleet, evaluation.
     options: how it is carried out: folder, resume, callbacks, device, trainer, engine, checkpoints.

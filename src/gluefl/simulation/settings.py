@@ -89,7 +89,7 @@ class Setting:
 @checked
 @dataclass(frozen=True)
 class Options:
-    """How a run is carried out; what is computed stays the same, but for rounding where it says so."""
+    """How a run is carried out; what is computed stays the same, except rounding where it is mentioned."""
 
     out: Path | str | None = None  # folder of the run; without one nothing is written
     resume: bool = False  # go on with the run in `out`

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
@@ -23,7 +24,7 @@ from gluefl.core.server import State
 from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.storage.client_log import ClientLog, check_clients, discard, read_clients
 from gluefl.storage.sealed import seal, unseal
-from gluefl.storage.states import put_state_together, take_state_apart
+from gluefl.storage.states import check_types, put_state_together, take_state_apart
 
 # 5 held the places of all residuals in the manifest, 4 all clients, 3 had no checksums, 2 no average and no
 # recurrence, 1 a flat strategy state.
@@ -89,14 +90,18 @@ def save(
     notes: Mapping[str, Any] = NO_NOTES,
     keep: int = KEPT,
     log: ClientLog | None = None,
+    types: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint beside the last ones and delete the oldest; notes are what else JSON can hold.
 
-    With the same log at every call, only the clients that changed since the last one are written.
+    With the same log at every call, only the clients that changed since the last one are written. `types` is what
+    `check` returned for the state before round 1.
     """
-    files.make_folder(folder)
     fields, tensors = take_state_apart(state)
-    data = to_bytes({key: tensor.cpu().clone() for key, tensor in tensors.items()})
+    if types is not None:
+        check_types(fields, types)
+    files.make_folder(folder)
+    data = to_bytes({key: tensor.cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()})
     name = f"state-{state.round}.safetensors"
     files.write(folder / name, data)
     manifest = {
@@ -112,9 +117,9 @@ def save(
     _discard(folder, rounds_in(folder)[keep:])
 
 
-def check(state: State) -> None:
-    """Refuse a state that a checkpoint could not hold, before anything is trained."""
-    take_state_apart(state)
+def check(state: State) -> dict[str, Any]:
+    """Refuse a state that a checkpoint could not hold, before anything is trained; returns the types in it."""
+    return take_state_apart(state)[0]
 
 
 def rounds_in(folder: Path) -> list[int]:

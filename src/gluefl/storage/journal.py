@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from gluefl import files
 from gluefl.errors import Damaged, UsageError
-from gluefl.scores import Score
+from gluefl.scores import Score, perplexity
 from gluefl.storage import columns
 from gluefl.storage.sealed import seal, unseal
 
@@ -228,7 +228,8 @@ class Totals:
 
     def losses(self) -> dict[str, float | None]:
         """The last losses of evaluations, and the perplexity of the test samples."""
-        return {**dict.fromkeys(LOSSES), **self._losses, "perplexity": perplexity(self._losses.get("test_loss"))}
+        test = self._losses.get("test_loss")
+        return {**dict.fromkeys(LOSSES), **self._losses, "perplexity": None if test is None else perplexity(test)}
 
     def summary(self, model_bytes: int) -> dict[str, Any]:
         """As in `summary.json`."""
@@ -271,11 +272,6 @@ def unreachable(target: float | None, rounds: int, every: int, average: int) -> 
         f"{rounds} rounds, evaluated every {every}, have {evaluations}. "
         f"Set {', '.join(changes[:-1])} or {changes[-1]}."
     )
-
-
-def perplexity(loss: float | None) -> float | None:
-    """e^loss, for text."""
-    return None if loss is None else math.exp(min(loss, 700.0))
 
 
 def mean_accuracy(lines: Sequence[Line], average: int) -> float | None:

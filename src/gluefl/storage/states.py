@@ -1,5 +1,6 @@
 """The state of a server as the fields of a manifest and the tensors of a file, and back."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -7,7 +8,10 @@ from torch import Tensor
 from gluefl.core.ledger import Ledger
 from gluefl.core.register import Register
 from gluefl.core.server import State
-from gluefl.storage.tree import put_together, take_apart
+from gluefl.errors import GlueFLError
+from gluefl.storage.tree import put_together, take_apart, unknown_type
+
+TREES = ("strategy", "optimizer", "average", "recurrence")  # of dataclasses, in the fields of a state
 
 
 def take_state_apart(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -30,6 +34,16 @@ def take_state_apart(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
         fields[name], parts = take_apart(tree, name)
         tensors |= parts
     return fields, tensors
+
+
+def check_types(fields: Mapping[str, Any], fresh: Mapping[str, Any]) -> None:
+    """Refuse a state with dataclasses that the state before round 1 does not have."""
+    for name in TREES:
+        if place := unknown_type(fields[name], fresh[name], name):
+            raise GlueFLError(
+                f"the state holds a dataclass at {place} that it did not hold before round 1: a checkpoint with it "
+                "could not be read. Let `init` return a dataclass of the same type there."
+            )
 
 
 def put_state_together(saved: dict[str, Any], tensors: dict[str, Tensor], clients: Register, fresh: State) -> State:

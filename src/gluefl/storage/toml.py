@@ -1,4 +1,4 @@
-"""The text of a run's `config.toml`."""
+"""The text of a run's `config.toml`, and its tables by dotted key."""
 
 import re
 from collections.abc import Mapping
@@ -14,6 +14,26 @@ def dumps(tree: Mapping[str, Any]) -> str:
     text = tomli_w.dumps(_plain(tree))
     # In strings tomli_w escapes newlines, so those in the text separate keys or elements.
     return text.replace("[\n    ", "[").replace(",\n    ", ", ").replace(",\n]", "]")
+
+
+def flattened(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Nested tables by dotted key: `{"model": {"name": "mlp"}}` as `{"model.name": "mlp"}`."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flattened(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return flat
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flattened`."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, name = key.split(".")
+        table = tree
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[name] = value
+    return tree
 
 
 def _plain(value: Any) -> Any:

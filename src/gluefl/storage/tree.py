@@ -41,6 +41,25 @@ def take_apart(value: Any, path: str) -> tuple[Skeleton, dict[str, Tensor]]:
     return {kind: skeletons}, tensors
 
 
+def unknown_type(skeleton: Skeleton, fresh: Skeleton, path: str) -> str | None:
+    """Where a tree holds a dataclass that `put_together` could not construct, because the tree before round 1 does not
+    hold it at this place; None if there is none."""
+    if not isinstance(skeleton, dict):
+        return None
+    ((kind, content),) = skeleton.items()
+    if kind in ("tensor", "mask"):
+        return None
+    if kind == "space":
+        return None if fresh == skeleton else path
+    known = fresh.get(kind, {}) if isinstance(fresh, dict) else {}
+    if kind == "fields" and known.keys() != content.keys():
+        return path
+    if kind == "tuple" and len(known) != len(content):
+        known = {}
+    below = (unknown_type(part, known.get(name), f"{path}.{name}") for name, part in content.items())
+    return next((place for place in below if place), None)
+
+
 def put_together(skeleton: Skeleton, tensors: Mapping[str, Tensor], fresh: Any) -> Any:
     """The tree of a skeleton; `fresh`, the state before round 1, gives the types of its dataclasses."""
     if not isinstance(skeleton, dict):

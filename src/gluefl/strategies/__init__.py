@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gluefl.parameters import Has, checked
+from gluefl.parameters import Count, Has, checked
 from gluefl.randomness import stream
 from gluefl.vectors.grid import Segments
 from gluefl.vectors.layout import Layout, Part
@@ -23,6 +23,7 @@ from gluefl.wire.updates import Updates
 from gluefl.wire.values import FLOAT32, ValueCodec
 
 CPU = torch.device("cpu")
+PARTS = ("traits", "init", "mask", "frozen", "compress", "combine", "aggregate")  # of a strategy
 Combine = TypeVar("Combine", bound=Callable[..., Tensor])
 
 
@@ -133,6 +134,8 @@ class Traits:
     optimizer_acts_on: Literal["sum", "update"] = "update"  # the sum before selection, or the update that is published
     optimizer_may_remember: bool = True  # whether its momentum is kept for coordinates that are not published
     covers: Literal["weights", "everything"] = "weights"  # or the statistics too, as one vector after the weights
+    dense: bool = False  # whether clients send, and the server publishes, every coordinate in every round
+    most_clients: Count | None = None  # of a population; None: as many as a ledger holds
 
     def problems(self) -> Iterator[str]:
         """The number of a codec takes one byte in a message."""
@@ -217,11 +220,16 @@ class KeepsUpdates(Protocol):
         """Server: the updates of all versions after this one, None if some of them are not kept."""
         ...
 
+    def without_updates(self, state: Any, version: int) -> Any:
+        """Server: the state after a version that no update leads to."""
+        ...
+
 
 @runtime_checkable
 class MeasuresUploads(Protocol):
     """A strategy that measures an upload without undoing its encoding; the guard of a server asks it."""
 
-    def measured(self, sent: Tensor, space: Space) -> tuple[float, Tensor]:
-        """Server: the length of the update in the values of an upload, and the change of the statistics in them."""
+    def measured(self, sent: Tensor, space: Space) -> tuple[float, Tensor] | None:
+        """Server: the length of the update in the values of an upload, and the change of the statistics in them; None
+        if a strategy inside of this one cannot tell."""
         ...

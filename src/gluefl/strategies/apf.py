@@ -32,10 +32,10 @@ class APFState:
 @checked
 @dataclass(frozen=True)
 class APF:
-    """Only active parameters travel, and both sides know which they are."""
+    """Parameters that have become stable are frozen for a while: they are neither trained nor sent."""
 
     threshold: Positive = 0.1  # of the effective perturbation |E| / A
-    check_every: Count = 5  # F_c, in rounds
+    check_every: Count = 5  # F_c, rounds between checks of stability
     decay: Decay = 0.99  # α, of the moving averages
     tighten_at: Share | None = None  # halve the threshold when this share is frozen, as the original does
 

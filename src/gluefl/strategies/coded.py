@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from gluefl.parameters import Has, checked
-from gluefl.strategies import KeepsUpdates, Space, Strategy, Task, Traits, Upload
-from gluefl.strategies.fedavg import FedAvg
+from gluefl.strategies import PARTS, KeepsUpdates, Space, Strategy, Task, Traits, Upload
 from gluefl.vectors.mask import Mask
-from gluefl.vectors.rotation import SHORTEST, Rotated
+from gluefl.vectors.rotation import MOST_CLIENTS, SHORTEST, Rotated
 from gluefl.vectors.sparse import Masked, Sparse, whole
 from gluefl.wire.blocks import BlockIntegers, rounded, rounded_whole
 from gluefl.wire.ternary import Signs
@@ -27,7 +26,6 @@ Package = Literal["float32", "float16", "int8", "int4"]
 UploadAs = Literal["float32", "float16", "int8", "int4", "rotated"]
 BITS = {"int8": 8, "int4": 4}
 ROTATED = Rotated()
-PARTS = ("traits", "init", "mask", "frozen", "compress", "combine", "aggregate")
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,7 @@ class Coded:
 
     def problems(self) -> Iterator[str]:
         """Which strategies a codec is for."""
-        name, sends_all = type(self.strategy).__name__, type(self.strategy) is FedAvg
-        own = self.strategy.traits(Space((1,)))
+        name, own = type(self.strategy).__name__, self.strategy.traits(Space((1,)))
         if own.covers == "everything":
             yield f"{name} has codecs of its own for packages and uploads: package and upload must not be given"
             return
@@ -70,12 +67,12 @@ class Coded:
         ):
             if given != "float32" and codec is not FLOAT32:
                 yield f"{key} = '{given}': {name} has a codec of its own for it, {type(codec).__name__}; remove {key}"
-        if self.package in BITS and not sends_all:
+        if self.package in BITS and not own.dense:
             yield (
                 f"package = '{self.package}' needs a strategy that publishes every coordinate in every round, FedAvg: "
                 f"values that {name} publishes in different rounds lie on different grids; choose float16"
             )
-        if self.upload == "rotated" and not sends_all:
+        if self.upload == "rotated" and not own.dense:
             yield (
                 f"upload = 'rotated' needs a strategy that sends every coordinate, FedAvg: a rotation mixes what "
                 f"{name} sends with what it leaves out; choose float16, int8 or int4"
@@ -89,9 +86,12 @@ class Coded:
                 own,
                 package_codec=_codec(self.package),
                 optimizer_acts_on="sum",
-                optimizer_may_remember=type(self.strategy) is FedAvg,  # the others select after it
+                optimizer_may_remember=own.dense,  # the others select after it
             )
-        return own if self.upload == "float32" else replace(own, upload_codec=_codec(self.upload))
+        if self.upload == "float32":
+            return own
+        most = MOST_CLIENTS if self.upload == "rotated" else own.most_clients
+        return replace(own, upload_codec=_codec(self.upload), most_clients=most)
 
     def init(self, space: Space, initial: Tensor) -> tuple[Any, Tensor]:
         """Version 0, rounded."""
@@ -145,6 +145,13 @@ class Coded:
     def updates(self, state: Any, base: int) -> Updates | None:
         """Those that the strategy inside keeps; it then has a codec of its own for packages."""
         return self.strategy.updates(self._inner(state), base) if isinstance(self.strategy, KeepsUpdates) else None
+
+    def without_updates(self, state: Any, version: int) -> Any:
+        """What the strategy inside makes of it."""
+        if not isinstance(self.strategy, KeepsUpdates):
+            return state
+        inner = self.strategy.without_updates(self._inner(state), version)
+        return replace(state, inner=inner) if self.package != "float32" else inner
 
     def _inner(self, state: Any) -> Any:
         return state.inner if self.package != "float32" else state

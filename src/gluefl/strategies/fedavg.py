@@ -14,11 +14,11 @@ from gluefl.vectors.sparse import Sparse, whole
 @checked
 @dataclass(frozen=True)
 class FedAvg:
-    """Everything travels, both ways."""
+    """Clients download the whole model and upload their whole update."""
 
     def traits(self, space: Space) -> Traits:
         """Values travel as float32."""
-        return Traits()
+        return Traits(dense=True)
 
     def init(self, space: Space, initial: Tensor) -> tuple[Space, Tensor]:
         """FedAvg has no state of its own."""

@@ -29,13 +29,13 @@ class GlueFLState:
 @checked
 @dataclass(frozen=True)
 class GlueFL:
-    """Consecutive updates lie mostly on the same coordinates, so that a client that skipped rounds misses little."""
+    """Consecutive updates share most of their coordinates, so that a client that skipped rounds misses little."""
 
-    q: Share = 0.2
-    q_shared: Share = 0.16  # q_shr
-    regenerate_every: Rounds = 10  # I; None is never (the paper's I = ∞)
-    compensation: Compensation = "rescaled"
-    scope: Literal["vector", "tensor"] = "vector"
+    q: Share = 0.2  # share of the coordinates that are sent
+    q_shared: Share = 0.16  # q_shr, the share that the shared mask covers
+    regenerate_every: Rounds = 10  # I, in rounds; "never" (in Python None) is the paper's I = ∞
+    compensation: Compensation = "rescaled"  # what becomes of the part of an update that is not sent
+    scope: Literal["vector", "tensor"] = "vector"  # top-q of the whole vector, or of every tensor
 
     def problems(self) -> Iterator[str]:
         """The shared mask must leave a unique part."""

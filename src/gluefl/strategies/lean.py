@@ -21,7 +21,7 @@ from gluefl.parameters import Count, Positive, Share, checked
 from gluefl.strategies import Space, Task, Traits, Upload
 from gluefl.vectors import grid
 from gluefl.vectors.mask import Mask
-from gluefl.vectors.rotation import Rotated
+from gluefl.vectors.rotation import MOST_CLIENTS, Rotated
 from gluefl.vectors.sparse import Sparse, part_of, whole
 from gluefl.wire.body_codecs import CellBodies, RotatedBodies
 from gluefl.wire.cells import CellCodec
@@ -56,22 +56,22 @@ class LeanState:
 @checked
 @dataclass(frozen=True)
 class Lean:
-    """Cells of a published model down, about one bit per coordinate up."""
+    """Clients download the cells of a grid that changed, as small integers, and upload about one bit per weight."""
 
     step: Positive = 0.5  # s: a tensor's first step, in standard deviations of its initial weights
-    movement: Positive = 6.0  # rms of a first update that a first step has at least; the model's mean limits the factor
-    coarsest: Positive = 2.0  # and never above this, in the unit of `step`
-    step_of_first_update: Positive = 8.0  # of a tensor without spread: its first step, in rms of its first update
-    step_of_statistics: Positive = 0.0625  # of a mean: its step, in rms of its first update
+    movement: Positive = 6.0  # a first step is at least so many rms of the first update, limited by the model's mean
+    coarsest: Positive = 2.0  # the largest step, in the unit of `step`
+    step_of_first_update: Positive = 8.0  # first step of a constant tensor, in rms of its first update
+    step_of_statistics: Positive = 0.0625  # step of BatchNorm means, in rms of their first update
     origin_cells: Count = 4  # version 0 lies on a grid this many times finer than the first step
-    hysteresis: Annotated[Positive, Field(ge=0.5)] = 0.55  # h, in steps: above ½ noise changes less
+    hysteresis: Annotated[Positive, Field(ge=0.5)] = 0.55  # h, in steps: coordinates further away are published
     refine_below: Share = 0.0001  # halve a tensor's step when a smaller share of it changes in a round
     coarsen_above: Share = 0.05  # double it when a larger share changes, of it and of all weights
-    upload_bits: Annotated[Count, Field(le=4)] = 1
-    upload_share: Share = 1.0  # p, of the coordinates of a rotated upload
-    upload_block: Count = 4096
-    upload_rounding: Literal["nearest", "stochastic"] = "nearest"
-    upload_rotation: Literal["client", "round"] = "client"
+    upload_bits: Annotated[Count, Field(le=4)] = 1  # per coordinate of an upload, at most 4
+    upload_share: Share = 1.0  # p, the share of the rotated coordinates that is sent
+    upload_block: Count = 4096  # coordinates that are rotated together and share a scale
+    upload_rounding: Literal["nearest", "stochastic"] = "nearest"  # of rotated coordinates
+    upload_rotation: Literal["client", "round"] = "client"  # one per client and round, or one per round
 
     def problems(self) -> Iterator[str]:
         """The limits must leave room for steps."""
@@ -104,7 +104,7 @@ class Lean:
         variances = tuple(statistic.kind == "variance" for statistic in space.statistics)
         cells = CellCodec((*space.tensors, *sizes), (*(False for _ in space.tensors), *variances))
         uploads = RotatedBodies(rotated_codec(self.rotated, space.size), Floats8(sizes))
-        return Traits(uploads, CellBodies(cells), "sum", covers="everything")
+        return Traits(uploads, CellBodies(cells), "sum", covers="everything", most_clients=MOST_CLIENTS)
 
     def init(self, space: Space, initial: Tensor) -> tuple[LeanState, Tensor]:
         """Version 0: weights on a grid finer than the first steps, means on one, variances on the logarithmic grid."""

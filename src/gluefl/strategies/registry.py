@@ -37,11 +37,16 @@ ROWS = {
 STRATEGIES: dict[str, Any] = {name: row.kind for name, row in ROWS.items()}
 
 
+def innermost(strategy: Any) -> Any:
+    """The strategy inside of those that are around another one."""
+    while hasattr(strategy, "strategy"):
+        strategy = strategy.strategy
+    return strategy
+
+
 def row_of(strategy: Any) -> Row:
     """What is used with a strategy; with one of another kind, what is used with FedAvg."""
-    while hasattr(strategy, "strategy"):  # a strategy around another one
-        strategy = strategy.strategy
-    kind = type(strategy)
+    kind = type(innermost(strategy))
     return next((row for row in ROWS.values() if row.kind is kind), ROWS["fedavg"])
 
 

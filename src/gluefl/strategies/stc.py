@@ -52,14 +52,14 @@ class STCState:
 @checked
 @dataclass(frozen=True)
 class STC:
-    """Sparse updates whose positions neither side knows beforehand."""
+    """Clients upload the share q of largest coordinates of their update; the server publishes those of the sum."""
 
-    q: Share = 0.2
-    compensation: Compensation = "none"
-    server_feedback: bool = False
-    scope: Literal["vector", "tensor"] = "vector"
+    q: Share = 0.2  # share of the coordinates that are sent
+    compensation: Compensation = "none"  # what becomes of the part of an update that is not sent
+    server_feedback: bool = False  # the server adds what its top-q left out to the next sum
+    scope: Literal["vector", "tensor"] = "vector"  # top-q of the whole vector, or of every tensor
     ternary: bool = False  # every value of an update becomes its sign times the mean magnitude of all of them
-    cached_updates: NonNegativeCount = 0  # how many rounds clients may miss and still download the updates
+    cached_updates: NonNegativeCount = 0  # the server keeps so many updates for downloads; not on Flower
 
     def problems(self) -> Iterator[str]:
         """Updates are shorter than weights only if they are ternary."""
@@ -123,6 +123,13 @@ class STC:
             return None
         first = sum(round <= base for round in cache.rounds)
         return Updates(cache.signs[first:], cache.magnitudes[first:])
+
+    def without_updates(self, state: STCState, version: int) -> STCState:
+        """With an empty cache, if there is one."""
+        cache = state.cache
+        if cache is None:
+            return state
+        return replace(state, cache=Cache(cache.signs[:0], cache.magnitudes[:0], since=version))
 
     def _top(self, vector: Tensor, space: Space, round: int) -> Mask:
         segments = space.segments(self.scope)

@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from gluefl.errors import UsageError
 
@@ -57,6 +58,7 @@ class Layout:
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype = torch.float32) -> "Layout":
         """The layout of a module; refuses a module that the vectors could not hold exactly."""
+        check_initialised(module)
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not any(parameter.numel() for _, parameter in parameters):
             raise UsageError(
@@ -101,9 +103,7 @@ class Layout:
         tensors = _by_name(module)
         for parts, vector in ((self.weights, weights), (self.statistics, statistics)):
             for name, view in split(parts, vector):
-                target = tensors[name]
-                # An averaged batch count need not be whole; the counter of the module is.
-                target.copy_(view if target.is_floating_point() else view.round())
+                write(tensors[name], view)
 
     def state_dict(
         self, module: nn.Module, weights: Tensor, statistics: Tensor, leave_out: Collection[str] = ()
@@ -126,6 +126,26 @@ def split(parts: tuple[Part, ...], vector: Tensor) -> Iterator[tuple[str, Tensor
         yield part.name, piece.reshape((*vector.shape[:-1], *part.shape))
 
 
+def check_initialised(module: nn.Module) -> None:
+    """Refuse a module with tensors that have no shape or no values yet."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise UsageError(
+                f"'{name}' belongs to a lazy layer that has no shape yet: apply {type(module).__name__} to a batch of "
+                "inputs first, or give the layer its sizes."
+            )
+        if tensor.is_meta:
+            raise UsageError(
+                f"'{name}' is on the device meta, where tensors have no values: make {type(module).__name__} on the "
+                "CPU, or call .to_empty(device='cpu') and load its weights."
+            )
+
+
+def write(target: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor of a module. An averaged batch count need not be whole; the module's counter is."""
+    target.copy_(values if target.is_floating_point() else values.round())
+
+
 def _tracked(module: nn.Module) -> list[tuple[str, Tensor]]:
     names = {f"{name}.{own}" if name else own for name, child in module.named_modules() for own in _tracked_by(child)}
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in names]
@@ -140,12 +160,22 @@ def _tracked(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _tracked_by(module: nn.Module) -> set[str]:
     """The names of the buffers that a module updates in training; those of its children are not among them."""
     own = {name for name, _ in module.named_buffers(recurse=False)} if isinstance(module, _NormBase) else set()
-    return own | set(getattr(module, "tracked_buffers", ()))
+    names = getattr(module, "tracked_buffers", ())
+    if isinstance(names, str):
+        raise UsageError(
+            f"tracked_buffers = {names!r} of {type(module).__name__} is a text; give a tuple of names: ({names!r},)."
+        )
+    return own | set(names)
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     if tensor.is_complex():
         raise UsageError(f"'{name}' is complex; gluefl trains real parameters only.")
+    if tensor.dtype == torch.bool:
+        raise UsageError(
+            f"the buffer '{name}' is boolean, and the server averages the buffers that `tracked_buffers` names: "
+            "register it as a tensor of numbers, for example torch.zeros(1)."
+        )
     if tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype) != dtype:
         raise UsageError(
             f"'{name}' is {tensor.dtype}, which a flat vector of {dtype} cannot hold exactly: "

@@ -21,6 +21,7 @@ from gluefl.parameters import Count, Share, checked
 from gluefl.randomness import stream
 
 SHORTEST, LONGEST = 64, 65536  # blocks
+MOST_CLIENTS = SHARED  # of a run: the numbers of its clients are smaller
 TOGETHER = 1 << 28  # entries that a kernel adds in one pass
 # The positive half of the Lloyd-Max quantisers of a standard normal variable (Max, 1960), by bits. The level of one
 # bit, √(2/π) there, is 1: the scale of a block makes up for it.

@@ -59,11 +59,14 @@ class Logged:
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """As parameters, which cannot be changed: those of a resumed run are there."""
-        given = self.client.get_run(self.identity).data.params
         parameter = library().entities.Param
-        new = [parameter(key, str(value)[:LONGEST]) for key, value in values.items() if key not in given]
-        for start in range(0, len(new), AT_ONCE):
-            self.client.log_batch(self.identity, params=new[start : start + AT_ONCE])
+        try:
+            given = self.client.get_run(self.identity).data.params
+            new = [parameter(key, str(value)[:LONGEST]) for key, value in values.items() if key not in given]
+            for start in range(0, len(new), AT_ONCE):
+                self.client.log_batch(self.identity, params=new[start : start + AT_ONCE])
+        except library().exceptions.MlflowException as error:
+            raise GlueFLError(f"MLflow cannot be used: {error}") from error
 
     def scalars(self, values: Mapping[str, float], round: int) -> None:
         """As metrics, with the round as their step."""
@@ -78,7 +81,11 @@ class Logged:
     def close(self, error: BaseException | None) -> None:
         """Finished, stopped or failed."""
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
-        self.client.set_terminated(self.identity, "FINISHED" if error is None else "KILLED" if stopped else "FAILED")
+        status = "FINISHED" if error is None else "KILLED" if stopped else "FAILED"
+        try:
+            self.client.set_terminated(self.identity, status)
+        except library().exceptions.MlflowException as away:  # the result of the run is still to be written
+            warnings.warn(f"MLflow did not take the end of the run ({status}): {away}", stacklevel=2)
 
 
 def library() -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gluefl import files
+from gluefl.storage.toml import flattened
 from gluefl.watching import AfterRound, Watched
 
 SCALARS = {
@@ -73,14 +74,6 @@ def followed(open_log: Callable[[Watched], Log], run: Watched) -> Iterator[After
         log.close(error)
         raise
     log.close(None)
-
-
-def flattened(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested tables by dotted key: `{"model": {"name": "mlp"}}` as `{"model.name": "mlp"}`."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flattened(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return flat
 
 
 def remembered(folder: Path | None, name: str, make: Callable[[], str]) -> str:

@@ -2,6 +2,7 @@
 
 import importlib
 import uuid
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -66,7 +67,10 @@ class Logged:
 
     def close(self, error: BaseException | None) -> None:
         """Finished, or failed with an exit code."""
-        self.run.finish(exit_code=0 if error is None else 1)
+        try:
+            self.run.finish(exit_code=0 if error is None else 1)
+        except library().errors.Error as away:  # the result of the run is still to be written
+            warnings.warn(f"Weights & Biases did not take the end of the run: {away}", stacklevel=2)
 
 
 def library() -> Any:

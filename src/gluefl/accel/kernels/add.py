@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-SHORT = 1024  # what one vector is best gone through in
+SHORT = 1024  # block length for one vector
 TOGETHER = 8  # parts that one pass adds
 
 
@@ -67,7 +67,7 @@ def add(total: Tensor, vectors: Sequence[Tensor], masks: Sequence[Tensor], weigh
         for vector, mask, weight in zip(vectors, masks, weights)
     ]
     for batch in (parts[at : at + TOGETHER] for at in range(0, len(parts), TOGETHER)):
-        padded = batch + batch[:1] * (TOGETHER - len(batch))  # what is not counted is not looked at
+        padded = batch + batch[:1] * (TOGETHER - len(batch))  # parts beyond COUNT are not read
         _add_kernel[(triton.cdiv(size, BLOCK),)](
             total, *(one for part in padded for one in part), size, COUNT=len(batch), BLOCK=BLOCK, num_warps=8,
             enable_fp_fusion=False,

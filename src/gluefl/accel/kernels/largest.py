@@ -258,7 +258,7 @@ def on_device(asked: tuple[int, int, int], device: torch.device) -> Tensor:
 def passes(
     values: Tensor, asked: Tensor, among: Tensor | None, block: int = BLOCK, sample: int = SAMPLE, long: int = LONG
 ) -> Tensor:
-    """The mask of the largest, by nine launches."""
+    """The mask of the largest, by seven launches, nine for a long vector."""
     size = values.numel()
     mask = torch.empty(size, dtype=torch.bool, device=values.device)
     room = size // LISTED if size >= long else 0

@@ -47,7 +47,7 @@ class Block:
         }
 
     def close(self) -> None:
-        """Let go of it. The memory itself is freed when no array refers to it."""
+        """Close the mapping and the descriptor. The memory itself is freed when no array refers to it."""
         with suppress(BufferError):
             self._memory.close()
         if self.descriptor >= 0:

@@ -51,7 +51,7 @@ def connected(address: str | None, cores: int | None = None) -> Iterator[Any]:
             if address is None:
                 ray.init(address="local", num_cpus=cores, object_store_memory=_store_bytes(), **quiet)
             else:
-                _knock(address)
+                _check_reachable(address)
                 ray.init(address=address, logging_level="error", log_to_driver=False)
     except Exception as error:
         reason = str(error).partition("\n")[0].rstrip(".")
@@ -67,8 +67,8 @@ def connected(address: str | None, cores: int | None = None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _knock(address: str) -> None:
-    """Raise an error at once where nobody listens: Ray itself would try for minutes."""
+def _check_reachable(address: str) -> None:
+    """Raise an error at once if no process accepts connections: Ray itself would try for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()

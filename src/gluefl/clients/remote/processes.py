@@ -27,18 +27,24 @@ class Processes:
 
     ahead = 0  # a worker that sends a reply reads nothing: a second slice could block both sides
 
-    def __init__(self, kit: Kit, devices: Sequence[str], block: Block) -> None:
-        self.devices, self._block = tuple(devices), block
-        self._kit = packed(kit)
+    def __init__(self, kit: bytes, devices: Sequence[str], block: Block) -> None:
+        self.devices, self._block, self._kit = tuple(devices), block, kit
         self._places: object = None
-        self._workers = [self._started(device) for device in devices]
+        self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        try:
+            for device in devices:
+                self._workers.append(self._started(device))
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def of(cls, kit: Kit, devices: Sequence[str]) -> "Processes":
         """Start the workers of a run."""
         weights, statistics = kit.layout.flatten(kit.module)
         vectors = Broadcast(0, 0, weights, statistics, weights.bool(), weights.bool()).arrays()
-        return cls(kit, devices, Block.of_size(room_for(vectors) + kit.layout.statistics_size * 8))
+        message = packed(kit)  # which may refuse it, before there is anything to close
+        return cls(message, devices, Block.of_size(room_for(vectors) + kit.layout.statistics_size * 8))
 
     @property
     def count(self) -> int:

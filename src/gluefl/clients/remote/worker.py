@@ -14,7 +14,6 @@ from gluefl.clients.engine import LocalEngine
 from gluefl.clients.remote.messages import Broadcast, Done, Event, Failed, Kept, Kit, Reply, Slice
 from gluefl.clients.residuals import room_on
 from gluefl.clients.trainers.choice import choose
-from gluefl.errors import WireError
 from gluefl.strategies import Space, Task
 from gluefl.vectors.mask import Mask
 
@@ -22,13 +21,13 @@ from gluefl.vectors.mask import Mask
 class Worker:
     """Runs in a process of its own, on one core or on one GPU."""
 
-    def __init__(self, kit: Kit, device: str = "cpu", cores: int = 1) -> None:
-        torch.set_num_threads(cores)
+    def __init__(self, kit: Kit, device: str = "cpu") -> None:
+        torch.set_num_threads(1)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kit.tf32
         self.kit, self.device = kit, torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.engine = (kit.engine or local_engine)(kit, self.device, cores)
+        self.engine = (kit.engine or local_engine)(kit, self.device, 1)
         self.space = Space.of(kit.layout, self.device)
         self.compression = Compression(kit.strategy, kit.strategy.traits(self.space), kit.layout, kit.hooks)
         self._held = ExitStack()
@@ -77,13 +76,9 @@ class Worker:
             loss=loss,
             samples=self.engine.work(client),
         )
-        try:
-            data = wire.encode_body(body)
-        except WireError as error:
-            if body.update.finite():
-                raise
-            raise not_finite(client, round) from error
-        message = wire.encode(header, data, kit.layout.size, kit.layout.statistics_size, body.codec)
+        if not body.update.finite():
+            raise not_finite(client, round)
+        message = wire.encode(header, wire.encode_body(body), kit.layout.size, kit.layout.statistics_size, body.codec)
         return Reply(client, message, loss, Kept(residual, outcome.memory))
 
 

@@ -62,7 +62,7 @@ class Chain:
         return Chain(self.layers, weights, velocity)
 
     def begin(self, start: dict[str, Tensor]) -> None:
-        """All clients start from the same weights, at rest."""
+        """All clients start from the same weights, with zero velocity."""
         for name, weight in self.weights.items():
             weight.copy_(start[name])
             self.velocity[name].zero_()

@@ -15,11 +15,12 @@ from gluefl.clients.trainers.stacked import Stacked
 from gluefl.clients.trainers.workers import Workers
 from gluefl.errors import UsageError
 from gluefl.populations import Population, samples_of
-from gluefl.populations.inputs import applied
+from gluefl.populations.inputs import Inputs, applied, at, parts
 from gluefl.vectors.frozen import copied
 from gluefl.vectors.layout import Layout
 
 DENSE_LIMIT = 1_000_000  # parameters; above it the products of single clients fill a core alone
+AUGMENTATION = "Store augmented samples, or make augmentation a part of the model, which is random in training only."
 TRAINERS = ("auto", "loop", "workers", "dense", "stacked")
 
 
@@ -40,6 +41,13 @@ def choose(
         raise UsageError(
             f"{type(module).__name__} changes the buffer '{pass_.untracked[0]}' in training, and it would not reach "
             "the server: name it in `tracked_buffers` of the module it belongs to (gluefl.vectors.layout)."
+        )
+    if pass_.augmented:
+        raise UsageError(f"the population's transform draws random numbers; it must be deterministic. {AUGMENTATION}")
+    if pass_.mixed:
+        raise UsageError(
+            "the population's transform gives two samples together another result than each of them alone; it must be "
+            f"deterministic and treat every sample by itself: measure means and maxima beforehand. {AUGMENTATION}"
         )
     flat = not isinstance(rule, TorchOptimizer)
     stackable = flat and not pass_.random and bool(getattr(module, "stackable", True))
@@ -77,6 +85,8 @@ class Pass:
     random: bool = False  # it draws random numbers, from a generator that threads would share
     untracked: tuple[str, ...] = ()  # buffers that it changes and that are no statistics of the layout
     single: bool = True  # raw and transformed inputs are one tensor each
+    augmented: bool = False  # the population's transform draws random numbers
+    mixed: bool = False  # what it makes of a sample depends on the others of the batch
 
 
 def probe(module: nn.Module, layout: Layout, population: Population) -> Pass:
@@ -91,20 +101,38 @@ def probe(module: nn.Module, layout: Layout, population: Population) -> Pass:
         try:
             own = samples_of(population.train(0), "train")
             raw = own[torch.arange(2) % len(own)].to(device).inputs
+            alone = [at(raw, [row]) for row in range(2)]  # copies: a transform may write into its inputs
+            untouched = _generators(device)
             two = population.transform(raw)
+            augmented = not _equal(untouched, _generators(device))
+            mixed = not all(_alike(at(two, [row]), population.transform(one)) for row, one in enumerate(alone))
             single = isinstance(raw, Tensor) and isinstance(two, Tensor)
-            before = _generators(device)  # the transform may draw, too
+            before = _generators(device)
             applied(probed, two)
         except Exception:
             return Pass(has_dropout)  # the training itself says what is wrong with the model or its data
-        random = not all(torch.equal(a, b) for a, b in zip(before, _generators(device)))
+        random = not _equal(before, _generators(device))
     after = dict(probed.named_buffers())
     changed = [name for name, old in constants.items() if not _same(old, after[name])]
-    return Pass(random or has_dropout, tuple(changed), single)
+    return Pass(random or has_dropout, tuple(changed), single, augmented, mixed)
 
 
 def _same(old: Tensor, new: Tensor) -> bool:
     return old.shape == new.shape and bool(torch.eq(old, new).logical_or(old.isnan() & new.isnan()).all())
+
+
+def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _alike(found: Inputs, expected: Inputs) -> bool:
+    """Whether inputs are equal up to rounding, which depends on the shape of a batch; that of TF32 is coarse."""
+    for a, b in zip(parts(found), parts(expected), strict=True):
+        a, b, share = a.double(), b.double(), 1e-2 if a.is_cuda else 1e-4
+        limit = share * float(a.nan_to_num().abs().max()) if a.numel() else 0.0
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=0, atol=limit, equal_nan=True):
+            return False
+    return True
 
 
 def _generators(device: torch.device) -> list[Tensor]:

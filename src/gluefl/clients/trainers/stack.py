@@ -53,7 +53,7 @@ class Stack:
         )
 
     def begin(self, weights: Tensor, statistics: Tensor, frozen: Tensor | None) -> None:
-        """All clients start from the same weights, at rest."""
+        """All clients start from the same weights, with zero velocity."""
         self.weights.copy_(weights.expand_as(self.weights))
         self.statistics.copy_(statistics.expand_as(self.statistics))
         self.velocity.zero_()
@@ -69,7 +69,7 @@ class Stack:
 
     def capture(self, step: Callable[["Stack"], None]) -> bool:
         """Record a step as a CUDA graph; False, with a warning, for a module that cannot be recorded."""
-        gc.collect()  # a graph that is collected while another is captured spoils it
+        gc.collect()  # a graph that is collected while another is captured invalidates the capture
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         try:

@@ -6,7 +6,6 @@ bound by kernel launches, and a replay costs one. Other rules run by vmap, step 
 memory are trained in slices.
 """
 
-import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from gluefl.accel import kernels
 from gluefl.clients.cohort import Cohort, Job, Outcome
 from gluefl.clients.precision import Precision, precision_of
 from gluefl.clients.rules import Final, LocalRule, LocalSGD, Loss, Rule, TorchOptimizer, advance
@@ -37,8 +37,8 @@ class Stacked:
     layout: Layout
     transform: Callable[[Any], Any]
     loss: Loss
-    most: int = 1024  # clients at a time; lowered when the memory does not hold them
-    capture: bool = True
+    most: int = field(default=1024, init=False)  # clients at a time; lowered when the memory does not hold them
+    capture: bool = field(default=True, init=False)
     layers: ManyClients | None = field(init=False)  # None: the gradients come from vmap
     stacks: dict[object, Stack] = field(default_factory=dict, init=False)
     _by_vmap: ByVmap = field(init=False)
@@ -46,7 +46,7 @@ class Stacked:
 
     def __post_init__(self) -> None:
         self.module.train()
-        on_gpu = next(self.module.parameters()).is_cuda and importlib.util.find_spec("triton") is not None
+        on_gpu = kernels.serve(next(self.module.parameters()))
         self.layers = ManyClients.of(self.module, self.layout) if on_gpu else None
         self._by_vmap = ByVmap(self.module, self.layout, self.transform, self.loss)
 

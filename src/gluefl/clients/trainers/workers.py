@@ -21,7 +21,7 @@ from gluefl.clients.rules import LocalRule, LocalSGD, Loss
 from gluefl.clients.trainers.loop import Loop
 from gluefl.populations.inputs import Inputs, applied, at, each
 from gluefl.vectors.frozen import copied
-from gluefl.vectors.layout import Layout, split
+from gluefl.vectors.layout import Layout, split, write
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Workers:
     transform: Callable[[Any], Any]
     loss: Loss
     count: int = field(default_factory=available)
-    channels_last: bool = True
+    channels_last: bool = field(default=True, init=False)
     _pool: ThreadPoolExecutor | None = None
     _benches: SimpleQueue["Bench"] = field(default_factory=SimpleQueue)
 
@@ -153,7 +153,7 @@ class Bench:
     def _fill(self, start: list[Tensor], statistics: Tensor) -> None:
         torch._foreach_copy_(self.parameters, start)
         for buffer, (_, piece) in zip(self.buffers, split(self.loop.layout.statistics, statistics)):
-            buffer.copy_(piece if buffer.is_floating_point() else piece.round())
+            write(buffer, piece)
 
 
 def _channels_last(inputs: Inputs) -> Any:

@@ -117,15 +117,16 @@ def bench_peers(rounds: int, as_json: bool) -> None:
 
 @bench.command("engines")
 @click.option("--rounds", type=ROUNDS, default=5, show_default=True)
-@click.option("--workers", type=click.IntRange(2, 4096), default=2, show_default=True, help="Against one worker.")
+@click.option("--workers", type=click.IntRange(2, 4096), default=2, show_default=True, help="Compared with one.")
 @click.option("--strategy", type=click.Choice(STRATEGIES), default="fedavg", show_default=True, help="For W1.")
-@click.option("--cohort", type=MANY, default=10, show_default=True, help="K of the rounds whose clients do nothing.")
-@click.option("--parameters", type=click.IntRange(1, 10**9), default=5_000_000, show_default=True, help="Of those.")
+@click.option("--cohort", type=MANY, default=10, show_default=True, help="Idle: K.")
+@click.option("--parameters", type=click.IntRange(1, 10**9), default=5_000_000, show_default=True, help="Idle: d.")
 @click.option("--engine", "engines", type=click.Choice(["processes", "ray"]), multiple=True, help="Only this one.")
 @click.option("--only", type=click.Choice(["w1", "idle"]), help="Only one of the two parts.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 def bench_engines(as_json: bool, engines: tuple[str, ...], **work: Any) -> None:
-    """Several workers against one on W1; what a round costs whose clients do nothing, beside Flower's simulation."""
+    """Seconds of a round of W1 with several workers and with one; of idle rounds, whose clients do nothing, also in
+    Flower's simulation."""
     from gluefl.experiments.bench.engines import Work, measure
 
     _show(measure(Work(engines=engines or ("processes", "ray"), **work)), as_json)

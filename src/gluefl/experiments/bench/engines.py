@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gluefl.accel.memory import keep_freed_memory
 from gluefl.clients.cohort import Cohort, Engine, Outcome
 from gluefl.clients.remote.engine import RemoteEngine
-from gluefl.clients.remote.messages import Kit, Transport
+from gluefl.clients.remote.messages import Kit
 from gluefl.clients.residuals import Residuals
 from gluefl.clients.trainers.loop import Loop
 from gluefl.core.sampling import Pool, Uniform
@@ -33,6 +33,7 @@ from gluefl.experiments.bench.round import Work as RoundWork
 from gluefl.experiments.bench.workloads import SGD, Noisy, model
 from gluefl.fleet import Instant
 from gluefl.simulation.channel import Measured
+from gluefl.simulation.engines import transport_of
 from gluefl.simulation.parts import Simulation
 from gluefl.simulation.round import play
 from gluefl.simulation.run import train
@@ -134,8 +135,9 @@ def idle(work: Work, case: str, engine: str, workers: int) -> list[float]:
     core = Core(
         0, bytes(8), layout, Space.of(layout), Uniform(work.cohort), strategy, weights, statistics_, initial="known"
     )
+    options = Options(engine=engine, workers=workers)  # type: ignore[arg-type]
     with ExitStack() as held:
-        transport = held.enter_context(closing(_transport(kit, engine, workers, held)))
+        transport = held.enter_context(closing(transport_of(kit, options, held)))
         trainer = Loop(module, layout, population.transform, nn.functional.cross_entropy)
         remote = RemoteEngine(population, SGD, trainer, transport)
         remote.wait_for_workers()
@@ -147,17 +149,6 @@ def idle(work: Work, case: str, engine: str, workers: int) -> list[float]:
             state, _ = play(sim, state)
             seconds.append(time.perf_counter() - began)
     return seconds
-
-
-def _transport(kit: Kit, engine: str, workers: int, held: ExitStack) -> Transport:
-    if engine == "processes":
-        from gluefl.clients.remote.processes import Processes
-
-        return Processes.of(kit, ["cpu"] * workers)
-    from gluefl.clients.remote.cluster import Actors, connected, resources_of
-
-    ray = held.enter_context(connected(None, workers))
-    return Actors(ray, kit, *resources_of(ray, False, workers))
 
 
 def idle_engine(kit: Kit, device: torch.device, cores: int) -> Engine:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gluefl.errors import GlueFLError
 from gluefl.experiments.bench.progress import counted
 from gluefl.fleet import Fleet
 from gluefl.randomness import stream
@@ -78,7 +79,12 @@ def _fresh_memory_mb(clients: int) -> float:
     # In a new process, so that nothing allocated before counts.
     program = f"from gluefl.experiments.bench.fleet import memory_mb; print(memory_mb({clients}))"
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - a program of our own
+    done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603 - a program of our own
+    if done.returncode:
+        raise GlueFLError(
+            f"measuring the memory of {clients} clients in a process of its own ended with status {done.returncode}; "
+            f"the end of its standard error:\n{done.stderr[-2000:]}"
+        )
     return float(done.stdout)
 
 

@@ -70,6 +70,8 @@ class _Work:
     ) -> None:
         self.tf32 = tf32
         channels, usual, options = WORK[name]
+        side = side or usual
+        options = {**options, "side": side} if "side" in models.option_names(name) else options
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             module = models.build(name, classes=CLASSES, channels=channels, **options).to(device)
@@ -77,7 +79,7 @@ class _Work:
         weights, statistics_ = layout.flatten(module)
         self.start = weights, statistics_.to(device)
         rng = np.random.default_rng(0)
-        shape = (SAMPLES, channels, side or usual, side or usual)
+        shape = (SAMPLES, channels, side, side)
         inputs = torch.from_numpy(rng.integers(256, size=shape, dtype=np.uint8)).to(device)
         labels = torch.from_numpy(rng.integers(CLASSES, size=SAMPLES)).to(device)
         self.jobs = [Job(i, Samples(inputs, labels), SGD.batches(rng, SAMPLES)) for i in range(cohort)]

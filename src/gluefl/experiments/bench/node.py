@@ -25,6 +25,7 @@ from gluefl import wire
 from gluefl.core.replica import Replica
 from gluefl.core.sampling import Uniform
 from gluefl.core.server import Core
+from gluefl.errors import GlueFLError
 from gluefl.strategies import Space, Task
 from gluefl.strategies.registry import ROWS
 from gluefl.vectors.layout import Layout
@@ -43,7 +44,12 @@ def measure(parameters: int) -> dict[str, dict[str, float]]:
     for strategy, density in ROWS_MEASURED:
         command = [sys.executable, "-m", __name__, str(parameters), strategy, str(density)]
         one_core = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=one_core)  # noqa: S603 - our own
+        done = subprocess.run(command, capture_output=True, text=True, env=one_core)  # noqa: S603 - our own
+        if done.returncode:
+            raise GlueFLError(
+                f"measuring {strategy} in a process of its own ended with status {done.returncode}; the end of its "
+                f"standard error:\n{done.stderr[-2000:]}"
+            )
         rows[f"{strategy}, {density:.1%} in a package"] = json.loads(done.stdout)
     return rows
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from gluefl.errors import UsageError
 from gluefl.experiments.report.comparison import read
 from gluefl.experiments.report.page import render
-from gluefl.experiments.runs import CONFIG, FAILURE, JOURNAL, SUMMARY, find
+from gluefl.experiments.runs import find
+from gluefl.storage.names import CONFIG, FAILURE, JOURNAL, SUMMARY
 
 
 class Watch:

@@ -18,7 +18,7 @@ from gluefl.experiments.report.chart import Figure, Series, thinned
 from gluefl.experiments.report.comparison import Comparison, palette, read
 from gluefl.experiments.report.figures import figures
 from gluefl.experiments.report.headline import Headline, differences, headlines
-from gluefl.experiments.runs import Run
+from gluefl.experiments.runs import CLIENTS, Run
 from gluefl.files import write as write_file
 from gluefl.scores import Score
 
@@ -96,7 +96,7 @@ def _section(comparison: Comparison) -> Section:
     networks = dict.fromkeys(run.config.get("fleet.network", "instant") for run in comparison.runs)
     seeds = sorted({run.seed for run in comparison.runs if run.seed is not None})
     facts = [
-        f"{config['population.clients']:,} clients" if "population.clients" in config else "",
+        f"{config[CLIENTS]:,} clients" if CLIENTS in config else "",
         f"{first.size('cohort')} used per round" if first.size("cohort") else "",
         "no target" if first.target is None else f"target {comparison.score.short(first.target)}",
         f"network {', '.join(networks)}" if any(name != "instant" for name in networks) else "",

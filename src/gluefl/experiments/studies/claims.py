@@ -42,7 +42,8 @@ class Claim:
             cell, base = (_cell(grid["rows"], row, self.column) for row in (self.row, self.against))
             if cell is not None and self.against is None:
                 return estimate(cell["values"])
-            if cell is not None and base is not None:
+            # A ratio needs the same seeds in both rows, and no zero below the line.
+            if cell and base and len(cell["values"]) == len(base["values"]) and all(base["values"]):
                 return estimate([one / other for one, other in zip(cell["values"], base["values"], strict=True)])
         return None
 
@@ -74,12 +75,27 @@ def results(folders: Iterable[Path]) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(study, dict) and {"study", "setting", "tables"} <= study.keys():
+            _check(study, path)
             studies.append(study)
     if not studies:
         raise UsageError(
             f"no results of a study in {', '.join(map(str, folders))}: run `gluefl study NAME --out DIR` first."
         )
     return studies
+
+
+def _check(study: Mapping[str, Any], path: Path) -> None:
+    try:
+        if not isinstance(study["study"], str):
+            raise TypeError("the study has no name")
+        for cells in (cells for grid in study["tables"] for cells in grid["rows"].values()):
+            for cell in filter(None, cells.values()):
+                Estimate.of_json(cell)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path}: has the keys study, setting and tables, but not the tables that `gluefl study NAME --out DIR` "
+            f"writes ({type(error).__name__}: {error}). Remove it, or run the study again."
+        ) from error
 
 
 def table(studies: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gluefl.config import validated
-from gluefl.experiments.runs import Run, nested
+from gluefl.experiments.runs import Run
 from gluefl.scores import Score
 from gluefl.storage.journal import Line, clients_of, mean_accuracy
+from gluefl.storage.toml import nested
 
 Form = Literal["count", "number", "percent", "volume", "duration", "seconds", "speed"]
 FAR_BELOW = 0.6  # a run that stays below this share of the best accuracy does not set the common target

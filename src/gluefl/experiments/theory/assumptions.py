@@ -10,9 +10,10 @@ import torch
 
 from gluefl import models
 from gluefl.errors import UsageError
-from gluefl.experiments.runs import JOURNAL, Run, read_run
+from gluefl.experiments.runs import Run, read_run
 from gluefl.experiments.theory.lean import Model, Movement, model_of, movement_of
 from gluefl.experiments.theory.lean_plan import LeanPlan, LeanScenario, plan_lean
+from gluefl.storage.names import JOURNAL
 from gluefl.strategies import Space
 from gluefl.strategies.lean import Lean
 from gluefl.vectors.layout import Layout

@@ -224,7 +224,7 @@ def plan_lean(
     every = [candidate for group in groups for candidate in scenario.candidates(group, steps, shares)]
     ranked = sorted(filter(scenario.within, every), key=lambda candidate: candidate.cost_bytes)
     if not ranked:
-        raise UsageError(_nothing_within(scenario, every))
+        raise UsageError(_nothing_within(every))
     best, last = ranked[0], np.array([float(scenario.rounds)])
     movement = scenario.moving(best.step, best.upload_share)
     ages = np.array([float(age) for age in AGES])
@@ -245,14 +245,16 @@ def plan_lean(
 
 def _groups(cohort: int | None, size: int | None, sticky: int | None) -> Iterator[tuple[int, int, int]]:
     for k in COHORTS if cohort is None else (cohort,):
-        if size is None and sticky is None:
+        if not size and not sticky:
             yield k, 0, 0
+        if size == 0:
+            continue
         for s in [k * multiple for multiple in MULTIPLES] if size is None else [size]:
             for c in sorted({int(share * k) for share in STICKY_SHARES}) if sticky is None else [sticky]:
                 yield k, s, c
 
 
-def _nothing_within(scenario: LeanScenario, every: list[LeanCandidate]) -> str:
+def _nothing_within(every: list[LeanCandidate]) -> str:
     seconds = [candidate.round_s for candidate in every if candidate.round_s is not None]
     fastest = f" and at least {min(seconds):.1f} s" if seconds else ""
     smallest = min(candidate.round_bytes for candidate in every)

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from gluefl.errors import UsageError
-from gluefl.experiments.runs import JOURNAL, read_run
-from gluefl.experiments.theory.staleness import measured_share
+from gluefl.experiments.runs import read_run
+from gluefl.experiments.theory.staleness import PlannedRounds, measured_share
+from gluefl.parameters import check
+from gluefl.storage.names import JOURNAL
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,6 +20,7 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError(f"regenerate_every = {every}: write a number of rounds, or never.")
         arguments["regenerate_every"] = None if every == "never" else int(every)
     if (cost := arguments.get("staleness_cost")) is not None:
+        check("a plan", rounds=(PlannedRounds, arguments.get("rounds", 1000)))
         arguments["staleness_cost"] = _read_cost(str(cost), int(arguments.get("rounds", 1000)))
     return arguments
 

@@ -33,7 +33,7 @@ from gluefl.experiments.theory.staleness import (
     staleness,
 )
 from gluefl.fleet import Fleet
-from gluefl.parameters import AtLeastOne, Count, OneOf, OpenShare, Share, checked
+from gluefl.parameters import AtLeastOne, Count, NonNegativeCount, OneOf, OpenShare, Share, check, checked
 
 # GlueFL needed 1.65 (A = 3.25) and 2.38 (A = 4.58) times the rounds of FedAvg in our runs, in which masks count too.
 VARIANCE_EXPONENT = 0.5
@@ -220,6 +220,14 @@ def plan(
     """
     if strategy not in ("gluefl", "lean"):
         raise UsageError(f"strategy = {strategy!r} cannot be planned: choose gluefl or lean.")
+    size = NonNegativeCount | None
+    check(
+        "a plan",
+        clients=(Count, clients),
+        cohort=(size, cohort),
+        sticky_size=(size, sticky_size),
+        sticky_cohort=(size, sticky_cohort),
+    )
     if strategy == "lean":
         return planned(clients, (cohort, sticky_size, sticky_cohort), assumptions)
     if cohort is None:
