@@ -20,7 +20,7 @@ from gluefl.vectors.selection import (
     tie_break,
     top,
 )
-from gluefl.vectors.sparse import Listed, Masked, add_all, nothing, part_of, whole
+from gluefl.vectors.sparse import Listed, Masked, add_all, all_finite, nothing, part_of, whole
 from stubs import twin
 
 few_values = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, 1e-40, -1e-40])  # massive ties, signed zeros, denormals
@@ -103,6 +103,17 @@ def test_a_sample_that_misleads_does_not_matter() -> None:
 def test_what_is_not_finite_is_refused(bad) -> None:
     with pytest.raises(GlueFLError, match="1 of 3 values"):
         chosen(torch.tensor([1.0, bad, 2.0]), [2], [3], 1)
+
+
+@given(st.lists(st.floats(width=32), max_size=40), st.randoms(use_true_random=False))
+def test_finite_is_what_every_value_is(values, random) -> None:
+    """Also under a mask, which hides what is not, and of whole numbers."""
+    vector = as_vector(values)
+    mask = torch.tensor([random.random() < 0.5 for _ in values], dtype=torch.bool)
+    assert bool(all_finite(vector)) == bool(whole(vector).finite()) == bool(vector.isfinite().all())
+    for form in FORMS:
+        assert bool(form(vector, Mask(mask)).finite()) == bool(vector[mask].isfinite().all())
+    assert bool(all_finite(mask.long()))
 
 
 @given(st.integers(0, 1000), st.integers(0, 10**7))

@@ -25,7 +25,7 @@ from gluefl.strategies import PARTS, KeepsUpdates, Space, Strategy, Traits, Uplo
 from gluefl.strategies.hooks import Hook, hooked_sum
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
-from gluefl.vectors.sparse import Masked, Sparse, nothing, whole
+from gluefl.vectors.sparse import Masked, Sparse, all_finite, nothing, whole
 from gluefl.wire.updates import TernaryUpdates
 
 # How a client comes to version 0: it downloads the model, or it knows the initial model, from the seed or with the app.
@@ -246,7 +246,7 @@ def aggregate(core: Core, state: State, uploads: Sequence[Upload], round: int) -
         average=core.averaging.step(state.average, weights, statistics, round),
         changed_at=state.ledger.changed_by(update),
         recurrence=recurrence.step(vector, published) if recurrence is not None else None,
-        finite=update.finite() & torch.isfinite(statistics).all(),
+        finite=update.finite() & all_finite(statistics),
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
@@ -26,6 +25,7 @@ from gluefl.flower.synchronise import Built, Held, Receiver
 from gluefl.strategies import Strategy
 from gluefl.strategies.hooks import Hook, hooked_delta
 from gluefl.strategies.registry import STRATEGIES
+from gluefl.vectors.sparse import all_finite
 
 LOSSES = ("train_loss", "train-loss", "loss")  # the names under which apps report it
 MOST_SAMPLES = 2**32 - 1  # that a header can hold
@@ -172,7 +172,7 @@ def _strategy(told: Told) -> Strategy:
 
 
 def _check_finite(delta: Tensor, statistics: Tensor) -> None:
-    if not bool(torch.isfinite(delta).all() & torch.isfinite(statistics).all()):
+    if not bool(all_finite(delta) & all_finite(statistics)):
         raise GlueFLError("the trained model is not finite: the training diverged. Lower the learning rate.")
 
 

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 
 from gluefl import wire
 from gluefl.errors import WireError
 from gluefl.flower.messages import BODY, UPLOAD, Said, digest, is_ours, read_array, read_said
+from gluefl.vectors.sparse import all_finite
 
 Fate = Literal["good", "held", "needs model", "failed", "refused"]
 LONGEST_REASON = 300
@@ -98,7 +98,7 @@ def _read_upload(message: Message, sent: Sent, expected: wire.Expected) -> Recei
     announced = (header.round, header.base, header.version, header.hash)
     if announced != (sent.round, sent.version, sent.version, sent.hash):
         raise WireError(f"an upload of round {header.round} on version {header.base} in a reply for round {sent.round}")
-    if not bool(torch.isfinite(body.update.values).all() & torch.isfinite(body.statistics).all()):
+    if not bool(body.update.finite() & all_finite(body.statistics)):
         raise WireError("values that are NaN or infinite")
     if not math.isfinite(header.loss):
         raise WireError("a loss that is NaN or infinite")

@@ -8,7 +8,6 @@ from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import Array, ArrayRecord
 from flwr.common.logger import log
 
@@ -32,7 +31,7 @@ from gluefl.storage.client_log import ClientLog
 from gluefl.storage.journal import Journal, Line, keep_rounds
 from gluefl.storage.names import CHECKPOINT, EVALUATIONS, JOURNAL
 from gluefl.strategies import Upload
-from gluefl.vectors.sparse import Sparse, whole
+from gluefl.vectors.sparse import Sparse, all_finite, whole
 
 WAIT_S = 1.0  # between two attempts to invite, while no node is connected
 MOST_WAITS = 10_000
@@ -123,7 +122,7 @@ class Session:
         uploads = [Upload(c, weights[c], one.body.update, one.body.statistics, seed) for c, one in received.items()]
         try:
             result = aggregate(self.core, self.state, uploads, round)
-            if bool(result.finite & torch.isfinite(result.weights).all()):
+            if bool(result.finite & all_finite(result.weights)):
                 return received, result
             why = f"round {round}: the update is not finite. {NOT_FINITE}"
         except GlueFLError as error:
