@@ -15,6 +15,7 @@ from gluefl.config import to_toml, validated
 from gluefl.config.tables import strategy_of
 from gluefl.errors import UsageError, WireError
 from gluefl.parameters import ParameterError
+from gluefl.privacy import Private
 from gluefl.simulation.round import play
 from gluefl.strategies import Space, Task, Upload
 from gluefl.strategies.coded import Coded
@@ -262,6 +263,20 @@ def test_ternary_values_feed_both_errors_back(monkeypatch) -> None:
     torch.testing.assert_close(rest, residual)
 
 
+def test_coordinates_that_are_zero_have_no_sign(monkeypatch) -> None:
+    """One bit has two signs only: what is zero among the chosen is not sent, and never moves."""
+    space, delta = Space((8,)), torch.tensor([1.0, -2.0, 0, -0.0, 0, 0, 0, 0])
+    strategy = STC(0.5, ternary=True)
+    state, _ = strategy.init(space, torch.zeros(8))
+    for form in (part_of, lambda vector, mask: Masked(mask, vector)):  # as on a CPU, and as on a GPU
+        monkeypatch.setattr("gluefl.strategies.stc.part_of", form)
+        for vector, expected, count in ((delta, [1.5, -1.5], 2), (torch.zeros(8), [0, 0], 4)):
+            sent, _ = strategy.compress(vector, Task(1, space.mask(False), 1.0, space), None)
+            _, update = strategy.aggregate(state, vector, 1)
+            for ternary in (sent, update):  # one without positions could not be kept for later downloads
+                assert ternary.dense().tolist() == [*expected, 0, 0, 0, 0, 0, 0] and ternary.count == count
+
+
 @pytest.mark.parametrize(
     ("strategy", "codecs", "reason"),
     [
@@ -269,6 +284,8 @@ def test_ternary_values_feed_both_errors_back(monkeypatch) -> None:
         (STC(), {"package": "int4"}, "different grids"),
         (APF(), {"upload": "rotated"}, "a rotation mixes"),
         (Lean(), {}, "codecs of its own"),
+        (Private(FedAvg(), 1.0, 1.0, 0.5), {"upload": "rotated"}, r"belongs inside it, Private\(Coded"),
+        (Coded(FedAvg(), package="int8"), {"upload": "int8"}, "around another strategy"),
         (STC_OF_ITS_AUTHORS, {"upload": "int8"}, "Signs"),
         (FedAvg(), {"package": "rotated"}, "float32', 'float16', 'int8' or 'int4'; found 'rotated'"),
         (FedAvg(), {"upload": "int2"}, "'int4' or 'rotated'; found 'int2'"),

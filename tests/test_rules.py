@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gluefl import FedAvg, LocalSGD, Uniform
+from gluefl import FedAvg, Fleet, LocalSGD, Sticky, Uniform
 from gluefl.clients.cohort import Cohort, Job, Outcome, prefetch
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
@@ -25,6 +25,7 @@ from gluefl.clients.trainers.stacked import Stacked
 from gluefl.clients.trainers.workers import Workers
 from gluefl.errors import UsageError
 from gluefl.populations import Samples
+from gluefl.simulation.parts import Simulation
 from gluefl.simulation.run import Options
 from gluefl.vectors.layout import Layout
 from runs import small_run
@@ -417,6 +418,29 @@ def test_a_rule_keeps_memory_per_client_and_pays_for_its_second_vector(tmp_path)
     for name, tensor in resumed.module.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
     assert any(not torch.equal(other[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("sampler", [Uniform(4), Sticky(4, 8, 3)], ids=["uniform", "sticky"])
+def test_the_control_variate_of_the_server_is_the_mean_of_those_of_the_clients(sampler, monkeypatch) -> None:
+    """Also when some clients of a cohort are lost."""
+    kept, states, keep = {}, [], Simulation.keep
+
+    def recorded(sim: Simulation, client: int, residual: Tensor | None, memory: Tensor | None) -> None:
+        kept[client] = memory.clone()
+        keep(sim, client, residual, memory)
+
+    monkeypatch.setattr(Simulation, "keep", recorded)
+    result = small_run(
+        strategy=FedAvg(),
+        sampler=sampler,
+        training=replace(RULES["scaffold"], share=4 / 40),
+        rounds=12,
+        devices=Fleet("edge", "always", seed=1, failure_share=0.4),
+        callbacks=[lambda line, state: states.append(state)],
+    )
+    assert min(line["used"] for line in result.journal) < 4
+    mean = sum(kept.values()) / 40
+    torch.testing.assert_close(states[-1].statistics[-mean.numel() :], mean, rtol=1e-4, atol=1e-6)
 
 
 class Forgetful(Scaffold):

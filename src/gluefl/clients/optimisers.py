@@ -56,7 +56,8 @@ class Scaffold(Schedule):
     """SCAFFOLD (Karimireddy et al., 2020, option II): control variates take the drift out of local steps.
 
     A client keeps c_i, and c travels beside the model in both directions: its bytes are charged. The server averages
-    what clients send, so that a client sends c + (K/N)·Δc_i and the mean is the next c.
+    what clients send, so that a client sends c + (K/N)·Δc_i and the mean is the next c. If fewer than K clients arrive,
+    the server moves c by their share of K.
     """
 
     share: Share = field(kw_only=True)  # K/N, the share of the clients that a round uses

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from gluefl import wire
@@ -21,7 +20,7 @@ from gluefl.core.register import MOST_CLIENTS
 from gluefl.core.sampling import Group, Pool, Sampler
 from gluefl.errors import UsageError
 from gluefl.randomness import stream
-from gluefl.strategies import PARTS, KeepsUpdates, Space, Strategy, Traits, Upload
+from gluefl.strategies import PARTS, KeepsUpdates, Space, Strategy, Traits, Upload, mean_statistics
 from gluefl.strategies.hooks import Hook, hooked_sum
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
@@ -234,7 +233,7 @@ def aggregate(core: Core, state: State, uploads: Sequence[Upload], round: int) -
     update = nothing(vector.numel(), core.space.device)
     if uploads:
         strategy, optimizer, update = _update(core, state, uploads, round)
-        statistics = torch.stack([upload.statistics for upload in uploads]).mean(0)
+        statistics = mean_statistics(uploads, statistics, core.layout.exchanged, core.sampler.cohort)
     published, recurrence = update.add_to(vector.clone()), state.ledger.recurrence
     weights, statistics = core.parts(published, statistics)
     return Aggregate(

@@ -212,6 +212,15 @@ def weighted_sum(uploads: Sequence[Upload], space: Space) -> Tensor:
     return add_all(total, [upload.update for upload in uploads], [upload.weight for upload in uploads])
 
 
+def mean_statistics(uploads: Sequence[Upload], old: Tensor, exchanged: int, cohort: int) -> Tensor:
+    """The mean of the statistics. Their last entries may be an exchanged vector, with the change that a full cohort
+    makes: a smaller one makes its share of it, so that SCAFFOLD's c stays the mean of all c_i."""
+    mean = torch.stack([upload.statistics for upload in uploads]).mean(0)
+    if exchanged and len(uploads) < cohort:
+        mean[-exchanged:] = old[-exchanged:].lerp(mean[-exchanged:], len(uploads) / cohort)
+    return mean
+
+
 @runtime_checkable
 class KeepsUpdates(Protocol):
     """A strategy that keeps the updates of the last rounds, for packages with the codec `TernaryUpdates`."""

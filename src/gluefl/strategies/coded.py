@@ -58,6 +58,9 @@ class Coded:
     def problems(self) -> Iterator[str]:
         """Which strategies a codec is for."""
         name, own = type(self.strategy).__name__, self.strategy.traits(Space((1,)))
+        if hasattr(self.strategy, "strategy"):
+            yield f"{name} is around another strategy: a codec belongs inside it, {name}(Coded(…), …)"
+            return
         if own.covers == "everything":
             yield f"{name} has codecs of its own for packages and uploads: package and upload must not be given"
             return

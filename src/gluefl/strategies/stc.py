@@ -92,9 +92,7 @@ class STC:
     def compress(self, delta: Tensor, task: Task, residual: Tensor | None) -> tuple[Sparse, Tensor | None]:
         """Line 10: top_q of the update."""
         delta = compensate(delta, residual, task.weight, self.compensation)
-        sent = part_of(delta, self._top(delta, task.space, task.round))
-        if self.ternary:
-            sent = _ternary(sent)
+        sent = self._sparse(delta, task.space, task.round)
         return sent, remember(delta, sent, task.weight, self.compensation)
 
     @plain_sum
@@ -106,9 +104,7 @@ class STC:
         """Line 14: top_q of the weighted sum, with what was left out before if that is fed back."""
         if state.residual is not None:
             total = total + state.residual
-        update = part_of(total, self._top(total, state.space, round))
-        if self.ternary:
-            update = _ternary(update)
+        update = self._sparse(total, state.space, round)
         if state.residual is not None:
             rest = update.add_to(total.clone(), -1) if self.ternary else update.set_in(total.clone(), 0)
             state = replace(state, residual=rest)
@@ -131,9 +127,18 @@ class STC:
             return state
         return replace(state, cache=Cache(cache.signs[:0], cache.magnitudes[:0], since=version))
 
-    def _top(self, vector: Tensor, space: Space, round: int) -> Mask:
+    def _sparse(self, vector: Tensor, space: Space, round: int) -> Sparse:
+        """The largest coordinates of a vector, ternary if so chosen."""
         segments = space.segments(self.scope)
-        return top(vector, counts(self.q, segments, at_least=1), segments, round)
+        chosen = top(vector, counts(self.q, segments, at_least=1), segments, round)
+        return _ternary(part_of(vector, _signed(vector, chosen))) if self.ternary else part_of(vector, chosen)
+
+
+def _signed(vector: Tensor, chosen: Mask) -> Mask:
+    """The chosen coordinates that have a sign: of two signs none is that of a zero. All of them, whose magnitude is
+    then 0, if the vector is zero at all of them."""
+    bits = chosen.bits & (vector != 0)
+    return Mask(torch.where(bits.any(), bits, chosen.bits))
 
 
 def _ternary(update: Sparse) -> Sparse:
