@@ -74,7 +74,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
     ) -> None:
-        check_arguments(locals())
+        given = check_arguments(locals())
         self.sampler, self.strategy, self.server = sampler, strategy or GlueFL(), server or Server()
         if cached := getattr(innermost(self.strategy), "cached_updates", 0):
             raise UsageError(
@@ -83,9 +83,9 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             )
         row = row_of(self.strategy)
         self.averaging, self.initial = averaging or Averaging(row.average), initial or row.initial
-        self.hooks, self.seed, self.out = tuple(hooks), seed, Path(out) if out is not None else None
+        self.hooks, self.seed, self.out = given["hooks"], seed, Path(out) if out is not None else None
         self.checkpoints_kept, self.guard = checkpoints_kept, guard
-        self.statistics, self.fraction_evaluate = statistics, fraction_evaluate
+        self.statistics, self.fraction_evaluate = given["statistics"], fraction_evaluate
         self.min_available_nodes, self.wait_for_nodes_s = min_available_nodes, wait_for_nodes_s
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
