@@ -79,6 +79,12 @@ def test_hooks_and_statistics_may_be_any_iterable() -> None:
     assert server.hooks == (hook,) and server.statistics == names
 
 
+def test_the_fastest_nodes_are_not_known(tmp_path) -> None:
+    with pytest.raises(UsageError, match="initial = 'fastest' needs the speeds"):
+        federation(tmp_path, count=8, sampler=Sticky(3, 5, 2, initial="fastest"), out=tmp_path / "run")
+    assert not any((tmp_path / "run").glob("*.jsonl")) and not any(tmp_path.glob("device-*"))
+
+
 def test_bytes_are_those_of_the_messages(tmp_path) -> None:
     server, _, _ = federation(tmp_path, rounds=2, count=6)
     line = server.session.journal.lines[0]
