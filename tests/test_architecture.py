@@ -30,9 +30,9 @@ LAYERS = [
     {"wire"},
     {"strategies"},
     {"core"},
-    {"clients", "privacy"},
+    {"clients"},
     {"storage"},
-    {"watching"},
+    {"watching", "privacy"},
     {"config"},
     {"simulation", "flower"},  # the two faces, which do not know each other
     {"experiments"},

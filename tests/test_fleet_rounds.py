@@ -1,11 +1,13 @@
 """What a fleet does to whole rounds: the laws of the clock and of the bytes, with the real devices."""
 
+from dataclasses import replace
+
 import pytest
 
 import gluefl
 from gluefl import Arrivals, GlueFL, LocalSGD, Setting, Sticky, Uniform
-from gluefl.errors import GlueFLError
-from gluefl.fleet import Fleet, Trip
+from gluefl.errors import GlueFLError, UsageError
+from gluefl.fleet import Fleet, Instant, Trip
 from stubs import Blobs, mlp
 
 SAMPLERS = {
@@ -76,6 +78,23 @@ def test_nobody_arriving_changes_nothing_and_is_counted():
     assert all("no client arrived" in line["notes"][0] for line in lines)
     assert [line["clock_s"] for line in lines] == [4.0, 8.0, 12.0]
     assert all(staleness is None for line in lines for staleness in line["clients"]["staleness"])  # never synchronised
+
+
+@pytest.mark.parametrize("importance", ["uniform", "samples"])
+def test_the_fastest_are_known_of_devices_that_take_time(tmp_path, importance):
+    """And they are the first sticky group; without times the first clients would be called the fastest."""
+    sampler, fleet = Sticky(3, 6, 2, initial="fastest"), Fleet("edge", "always", seed=3)
+    setting = Setting(training=LocalSGD(steps=2, batch=10), devices=fleet, importance=importance)
+    run = gluefl.train(mlp(), Blobs(), GlueFL(), sampler=sampler, rounds=1, setting=setting)
+    seconds = [fleet.trip(client, 0.0, 10**7, 10**7, 200).arrival_s for client in range(Blobs().clients)]
+    fastest = set(sorted(range(Blobs().clients), key=seconds.__getitem__)[:6])
+    assert len(fastest & set(run.journal[0]["clients"]["id"])) == 2
+    options = gluefl.Options(out=tmp_path / "run")
+    with pytest.raises(UsageError, match=r"'fastest' needs the speeds .* network = 'instant'"):
+        gluefl.train(
+            mlp(), Blobs(), GlueFL(), sampler=sampler, setting=replace(setting, devices=Instant()), options=options
+        )
+    assert not (tmp_path / "run").exists()
 
 
 def test_over_commitment_shortens_rounds_and_costs_download():

@@ -25,14 +25,44 @@ from flower_nodes import (
 )
 from gluefl import FedAvg
 from gluefl.errors import UsageError
-from gluefl.flower import GlueFLMod, GlueFLStrategy, exchange, nodes
+from gluefl.flower import GlueFLMod, GlueFLStrategy, TrimmedMean, exchange, nodes
+from gluefl.flower.arrays import STATISTICS
 from gluefl.strategies.lean import Lean
+from stubs import mlp
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch) -> None:
     monkeypatch.setattr(exchange, "POLL_S", 0.0)
     monkeypatch.setattr(nodes, "POLL_S", 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"folder": 3},
+        {"strategy": FedAvg},
+        {"strategy": "fedavg"},
+        {"hooks": TrimmedMean()},
+        {"hooks": [TrimmedMean]},
+        {"initial": mlp()},
+        {"initial": {}},
+        {"statistics": "*running_mean"},
+        {"statistics": 5},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_arguments_that_cannot_be_used_are_refused(wrong) -> None:
+    with pytest.raises(UsageError, match=rf"GlueFLMod cannot be used:\n  {next(iter(wrong))}(\.0)?: input should be "):
+        GlueFLMod(**wrong)
+
+
+def test_a_folder_may_be_a_text_and_hooks_and_statistics_lists(tmp_path) -> None:
+    ours = {"hooks": [TrimmedMean()], "statistics": list(STATISTICS)}
+    grid_nodes = [Node(place, str(tmp_path / f"device-{place}"), ours=ours) for place in range(4)]
+    server, _, _ = federation(tmp_path, nodes=grid_nodes, rounds=2)
+    assert [line["used"] for line in server.session.journal.lines] == [4, 4]
+    assert all(any((tmp_path / f"device-{place}").iterdir()) for place in range(4))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from flower_nodes import (
 )
 from gluefl import APF, STC, FedAvg, GlueFL, Uniform, wire
 from gluefl.errors import GlueFLError, UsageError
-from gluefl.flower import GlueFLStrategy, Sticky, exchange, nodes, session
+from gluefl.flower import GlueFLStrategy, Sticky, TrimmedMean, exchange, nodes, session
 from gluefl.flower.arrays import Table
 from stubs import mlp
 
@@ -60,12 +60,29 @@ def test_replicas_are_the_servers_model_bit_for_bit(tmp_path, strategy, sampler)
         {"server": "adam"},
         {"strategy": FedAvg},
         {"sampler": 3},
+        {"hooks": TrimmedMean()},
+        {"hooks": [object()]},
+        {"hooks": [TrimmedMean]},
+        {"statistics": 5},
+        {"statistics": "*running_mean"},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_arguments_that_cannot_be_used_are_refused(wrong) -> None:
-    with pytest.raises(UsageError, match=f"GlueFLStrategy cannot be used:\n  {next(iter(wrong))}: .* found "):
+    with pytest.raises(UsageError, match=rf"GlueFLStrategy cannot be used:\n  {next(iter(wrong))}(\.0)?: .* found "):
         GlueFLStrategy(**{"sampler": Uniform(2), **wrong})
+
+
+def test_hooks_and_statistics_may_be_any_iterable() -> None:
+    hook, names = TrimmedMean(), ("a", "b")
+    server = GlueFLStrategy(Uniform(2), FedAvg(), hooks=(one for one in [hook]), statistics=(name for name in names))
+    assert server.hooks == (hook,) and server.statistics == names
+
+
+def test_the_fastest_nodes_are_not_known(tmp_path) -> None:
+    with pytest.raises(UsageError, match="initial = 'fastest' needs the speeds"):
+        federation(tmp_path, count=8, sampler=Sticky(3, 5, 2, initial="fastest"), out=tmp_path / "run")
+    assert not any((tmp_path / "run").glob("*.jsonl")) and not any(tmp_path.glob("device-*"))
 
 
 def test_bytes_are_those_of_the_messages(tmp_path) -> None:

@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from federations import LAYOUT, RUN
-from gluefl import STC, FedAvg, Lean, Uniform
+from gluefl import STC, FedAvg, Lean, Uniform, wire
 from gluefl.core.guard import LOSS, UPDATE, Claim, Guard, GuardState, judged, watched
 from gluefl.core.protection import claim, returned
+from gluefl.core.replica import Replica
 from gluefl.core.sampling import Pool
-from gluefl.core.server import Closed, Core, aggregate, publish, start
+from gluefl.core.server import Closed, Core, aggregate, header, packages, publish, start
 from gluefl.parameters import ParameterError
 from gluefl.privacy import Private
 from gluefl.strategies import Space, Task, Upload
 from gluefl.strategies.coded import Coded
 from gluefl.vectors.layout import Layout
+from gluefl.wire.blocks import BLOCK
 from stubs import dyadic, mlp
 
 BARE = Layout.of(mlp())
@@ -206,3 +208,37 @@ def test_an_earlier_version_is_published_again_bit_for_bit(strategy) -> None:
         missing = back.ledger.missing(held.ledger.version).bits
         replica[missing] = goal[missing]
         assert torch.equal(replica, goal)
+
+
+@pytest.mark.parametrize("package", ["int8", "int4"])
+@pytest.mark.parametrize("inside", [FedAvg(), Private(FedAvg(), 9.0, 0.1, 1.0)], ids=["fedavg", "private"])
+def test_after_a_return_blocks_of_integers_can_be_sent(package, inside) -> None:
+    """Values of a block share a scale, also those that are the same in both versions."""
+    layout = Layout.of(torch.nn.Linear(4 * BLOCK, 1))
+    core = Core(
+        5, RUN, layout, Space.of(layout), Uniform(2), Coded(inside, package),
+        dyadic(layout.size, 0, 0), torch.zeros(0),
+    )  # fmt: skip
+
+    def next_to(state, round):
+        upload = upload_of(core, state, dyadic(layout.size, round, 0) / 64, state.statistics, round=round)
+        return publish(core, state, aggregate(core, state, [upload], round), Closed(round, 0.0, (), {0: 1}))
+
+    states = [first(core)]
+    for round in (1, 2, 3):
+        states.append(next_to(states[-1], round))
+    bad, good = states[3].weights, states[1].weights
+    assert 0 < int((bad != good).sum()) < layout.size
+    states.append(publish(core, states[-1], returned(core, states[-1], states[1]), Closed(4, 0.0, (), {})))
+    states.append(next_to(states[-1], 5))
+    for newest in states[4:]:
+        sent = packages(core, newest, range(newest.ledger.version), newest.round + 1)
+        for held in states[: newest.ledger.version]:
+            version = held.ledger.version
+            replica = Replica(held.weights, held.statistics, version)
+            head = header(core, replace(newest, ledger=newest.ledger.holding({0: version})), 0, 1.0, b"")
+            head = replace(head, hash=wire.replica_hash(newest.weights, newest.statistics))
+            body = wire.encode_body(sent.bodies[version], sent.encodings[version])
+            data = wire.encode(head, body, layout.size, 0, core.traits.package_codec)
+            read = wire.decode(data, core.expected(wire.PACKAGE).holding(held.weights))
+            assert torch.equal(replica.apply(*read).weights, newest.weights)

@@ -181,6 +181,12 @@ def test_participations_are_counted_in_the_journal() -> None:
     assert participations(lines) == max(counts.values()) > 1 and participations([]) == 0
 
 
+def test_participations_need_the_clients_of_the_journal() -> None:
+    run = small_run(rounds=2, options=options(journal_clients="none"))
+    with pytest.raises(UsageError, match=r'no clients in round 1: .*clients = "none"'):
+        participations(run.journal)
+
+
 # --- the accountant ---------------------------------------------------------------------------------------
 
 

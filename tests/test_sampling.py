@@ -221,6 +221,8 @@ def test_the_first_group_is_random_or_the_fastest() -> None:
     assert Sticky(3, 9, 2, initial="fastest").init(pooled, rng(0)) == tuple(sorted(expected))
     with pytest.raises(UsageError, match=r"'fastest'.*of at most 10,000,000; .*10,000,001: choose initial = 'random'"):
         Sticky(3, 5, 2, initial="fastest").check(LISTABLE + 1)
+    with pytest.raises(UsageError, match=r"'fastest' needs the speeds .*: choose initial = 'random'"):
+        Sticky(3, 5, 2, initial="fastest").init(uniform_pool(50), rng(0))
     seen = Counter(c for seed in range(2000) for c in Sticky(3, 5, 2).init(pool, rng(seed)))
     assert chi_square([seen[c] for c in range(50)], [200] * 50) < 3
 

@@ -200,14 +200,17 @@ def _check(instance: Any, model: type[Parameters]) -> None:
         raise ParameterError(type(instance).__name__, problems)
 
 
-def check(subject: str, **arguments: tuple[Any, Any]) -> None:
-    """Check arguments of a function, each a type of this module and a value: `check("the run", seed=(Seed, -1))`."""
+def check(subject: str, **arguments: tuple[Any, Any]) -> dict[str, Any]:
+    """Check arguments of a function, each a type of this module and a value: `check("the run", seed=(Seed, -1))`.
+
+    Returns the values, numbers and tuples in the types that were given for them."""
     declared: dict[str, Any] = {name: (kind, ...) for name, (kind, _) in arguments.items()}
     model = create_model("Arguments", __base__=Parameters, **declared)
     try:
-        model.model_validate({name: value for name, (_, value) in arguments.items()})
+        valid = model.model_validate({name: value for name, (_, value) in arguments.items()})
     except ValidationError as error:
         raise ParameterError(subject, problems_of(error, model)) from None
+    return {name: getattr(valid, name) for name in arguments}
 
 
 def declarations(kind: type, **defaults: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from gluefl.core.guard import EXAMPLES, UPDATE, Claim, claim_of_examples
 from gluefl.core.server import Aggregate, Core, State
 from gluefl.strategies import KeepsUpdates, MeasuresUploads, Statistic, Upload
 from gluefl.vectors.mask import Mask
-from gluefl.vectors.sparse import part_of
+from gluefl.vectors.sparse import part_of, whole
 
 NOT_NEGATIVE = ("variance", "counter")
 MOST_GROWTH = 1e6  # of a length over the model's own, where the lengths of other clients say nothing
@@ -39,8 +39,9 @@ def claim(core: Core, state: State, upload: Upload, round: int, examples: float)
 def returned(core: Core, state: State, good: State) -> Aggregate:
     """An earlier version as the next one: what changed since then changes back, and the server's state with it."""
     old, new = (core.traits.vector(one.weights, one.statistics) for one in (state, good))
-    update, recurrence = part_of(new - old, Mask(old != new)), state.ledger.recurrence
-    strategy = good.strategy
+    # A dense strategy publishes every coordinate in every round, and its codec may need them all (`BlockIntegers`).
+    update = whole(new - old) if core.traits.dense else part_of(new - old, Mask(old != new))
+    strategy, recurrence = good.strategy, state.ledger.recurrence
     if isinstance(core.strategy, KeepsUpdates):  # those of the versions in between would not lead here
         strategy = core.strategy.without_updates(strategy, state.ledger.version + 1)
     return Aggregate(

@@ -29,7 +29,7 @@ class Pool:
     size: int  # N
     importance: Callable[[int], float]  # p_i; sums to 1 over the pool
     is_online: Callable[[int], bool] = lambda client: True
-    speed: Callable[[int], float] = lambda client: 0.0  # only for a first sticky group of the fastest
+    speed: Callable[[int], float] | None = None  # if it is known; only for a first sticky group of the fastest
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,11 @@ class Sticky:
         """The first sticky group: S clients at random, or the fastest, as in the authors' code."""
         self.check(pool.size)
         if self.initial == "fastest":
+            if pool.speed is None:
+                raise UsageError(
+                    "initial = 'fastest' needs the speeds of the clients before round 1. They are known of simulated "
+                    "devices that take time, not with network = 'instant' and not on Flower: choose initial = 'random'."
+                )
             return tuple(sorted(heapq.nlargest(self.sticky_size, range(pool.size), key=pool.speed)))
         return tuple(sorted(draw(rng, pool.size, self.sticky_size, lambda client: True)))
 

@@ -1,4 +1,4 @@
-"""GlueFL, STC, APF and FedAvg in a real federation: a strategy for Flower's server and a mod for its clients.
+"""GlueFL, lean, STC, APF and FedAvg in a real federation: a strategy for Flower's server and a mod for its clients.
 
 >>> from gluefl.flower import GlueFLStrategy, gluefl_mod
 """

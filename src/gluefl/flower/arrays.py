@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
+from pydantic import BeforeValidator
 from torch import Tensor, nn
 
 from gluefl.errors import UsageError, WireError
@@ -17,6 +19,15 @@ from gluefl.vectors.layout import LARGEST_EXACT_INTEGER, Layout, Part, split
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
 EXACT_IN_FLOAT32 = ("float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 MOST_ENTRIES = 2**31  # of a model that a device agrees to hold
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError(f"input should be a tuple of names or patterns, ({value!r},), or a module")
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, nn.Module) else value
+
+
+Statistics = Annotated[tuple[str, ...] | nn.Module, BeforeValidator(_named)]
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,83 @@
 """What apps report of a round or an evaluation, averaged over the nodes."""
 
 import math
-from collections.abc import Iterable
-from logging import WARNING
+import reprlib
+from collections import ChainMap, Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-from flwr.app import Message, MetricRecord, RecordDict
-from flwr.common.logger import log
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+import numpy as np
+from flwr.app import Message, MetricRecord
+from numpy.typing import NDArray
 
 from gluefl.flower.exchange import Exchange
 from gluefl.storage.journal import Line
 
 ACCURACIES = ("accuracy", "eval_acc", "acc")  # the names under which apps report it
+MOST_NAMED, LONGEST_NAME = 5, 100  # of the metrics in an incident
+Metrics = Mapping[str, Any]
 
 
-def mean_metrics(replies: Iterable[Message], weighted_by_key: str) -> MetricRecord | None:
-    """The mean of what nodes report, weighted by a number that they report, too; None if they report nothing."""
-    contents = [reply.content for reply in replies]
-    records = [RecordDict(dict(content.metric_records)) for content in contents if content.metric_records]
-    try:
-        return aggregate_metricrecords(records, weighted_by_key) if records else None
-    except Exception as error:  # metrics are informative: whatever a node put into them, the round counts
-        log(WARNING, "The metrics of the nodes cannot be averaged: %s: %s", type(error).__name__, error)
+def mean_metrics(exchange: Exchange, weighted_by_key: str) -> MetricRecord | None:
+    """The mean of every metric over the nodes that report finite numbers, weighted by a number that they report, too.
+
+    A node that is left out of a mean is an incident. Lists are averaged number by number. A metric of which no node
+    reports a finite number is NaN; without any metrics, or any weight, there are no means.
+    """
+    reported = {client: _reported(exchange.replies[client]) for client in sorted(exchange.replies)}
+    names = [name for name in dict.fromkeys(chain.from_iterable(reported.values())) if name != weighted_by_key]
+    weights = {client: weight for client in reported if (weight := _weight(reported[client].get(weighted_by_key)))}
+    if not any(reported.values()):
         return None
+    if not weights:
+        exchange.note(None, "metrics", f"no node reports a number above 0 as {weighted_by_key}: there are no means")
+        return None
+    means, counted = MetricRecord(), dict[str, Collection[int]]()
+    for name in names:
+        values = _alike({client: reported[client].get(name) for client in weights})
+        counted[name], means[name] = values.keys(), _mean(values, weights)
+    for client, metrics in reported.items():
+        left_out = [name for name in names if client not in counted[name]]
+        if left_out:
+            found = _found(metrics, left_out if client in weights else [weighted_by_key])
+            exchange.note(client, "metrics", f"left out of {len(left_out)} of {len(names)} means: {found}")
+    return means
+
+
+def _reported(reply: Message) -> Metrics:
+    """All metrics of a reply; of two with one name the first."""
+    return ChainMap(*reply.content.metric_records.values())
+
+
+def _weight(value: object) -> float | None:
+    """A finite number above 0, or None."""
+    return float(value) if isinstance(value, int | float) and 0 < value < math.inf else None
+
+
+def _alike(reported: Mapping[int, Any]) -> dict[int, NDArray[np.float64]]:
+    """The finite numbers, or lists of them, by client; of several lengths the one that most clients have."""
+    arrays = {client: np.array(value, np.float64) for client, value in reported.items() if value is not None}
+    finite = {client: array for client, array in arrays.items() if np.isfinite(array).all()}
+    shapes = Counter(array.shape for array in finite.values()).most_common(1)
+    return {client: array for client, array in finite.items() if array.shape == shapes[0][0]}
+
+
+def _mean(values: Mapping[int, NDArray[np.float64]], weights: Mapping[int, float]) -> float | list[float]:
+    if not values:
+        return math.nan
+    shares = np.array([weights[client] for client in values])
+    shares /= shares.max()  # the sum of large weights may be infinite
+    shares /= shares.sum()
+    mean: float | list[float] = np.sum([s * array for s, array in zip(shares, values.values())], axis=0).tolist()
+    return mean
+
+
+def _found(metrics: Metrics, names: Sequence[str]) -> str:
+    """What a node reports under these names, in words."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    texts = [reprlib.repr(metrics[name]) if name in metrics else "missing" for name in names[:MOST_NAMED]]
+    return ", ".join(f"{name[:LONGEST_NAME]} is {text}" for name, text in zip(names, texts)) + more
 
 
 def accuracy(metrics: MetricRecord) -> float | None:

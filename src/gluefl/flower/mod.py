@@ -10,20 +10,23 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
-from torch import Tensor
+from pydantic import BeforeValidator
+from torch import Tensor, nn
 
 from gluefl import __version__, wire
 from gluefl.errors import GlueFLError, UsageError, WireError
-from gluefl.flower.arrays import STATISTICS
+from gluefl.flower.arrays import STATISTICS, Statistics
 from gluefl.flower.messages import BODY, OURS, Told, digest, is_ours, read_package, upload
 from gluefl.flower.node_folders import opened
 from gluefl.flower.node_store import NodeStore
 from gluefl.flower.synchronise import Built, Held, Receiver
-from gluefl.strategies import Strategy
-from gluefl.strategies.hooks import Hook, hooked_delta
+from gluefl.parameters import Has, checked
+from gluefl.strategies import PARTS, Strategy
+from gluefl.strategies.hooks import Hooks, hooked_delta
 from gluefl.strategies.registry import STRATEGIES
 from gluefl.vectors.sparse import all_finite
 
@@ -31,6 +34,13 @@ LOSSES = ("train_loss", "train-loss", "loss")  # the names under which apps repo
 MOST_SAMPLES = 2**32 - 1  # that a header can hold
 
 
+def _function(value: Any) -> Any:
+    if isinstance(value, nn.Module):  # it can be called, too
+        raise ValueError("input should be a function that returns the model, not the model")
+    return value
+
+
+@checked
 @dataclass(frozen=True)
 class GlueFLMod:
     """A Flower mod. `gluefl_mod` is one with the defaults.
@@ -43,11 +53,11 @@ class GlueFLMod:
     >>> app = ClientApp(mods=[GlueFLMod(initial=seeded_model)])
     """
 
-    folder: Path | None = None
-    strategy: Strategy | None = None
-    hooks: tuple[Hook, ...] = ()
-    initial: Callable[[], Built] | None = None
-    statistics: tuple[str, ...] = STATISTICS
+    folder: str | Path | None = None
+    strategy: Annotated[Strategy, Has(PARTS)] | None = None
+    hooks: Hooks = ()
+    initial: Annotated[Callable[[], Built] | None, BeforeValidator(_function)] = None
+    statistics: Statistics = STATISTICS
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Handle one message; one that is not of a gluefl strategy is passed on untouched."""
@@ -112,8 +122,8 @@ class GlueFLMod:
         reply.content.update(upload(held.said, data))
 
     def _root(self, context: Context) -> Path:
-        configured = context.node_config.get("gluefl-dir") or os.environ.get("GLUEFL_DEVICE_DIR")
-        return self.folder or (Path(str(configured)) if configured else Path.home() / ".gluefl" / "devices")
+        chosen = self.folder or context.node_config.get("gluefl-dir") or os.environ.get("GLUEFL_DEVICE_DIR")
+        return Path(str(chosen)) if chosen else Path.home() / ".gluefl" / "devices"
 
 
 gluefl_mod = GlueFLMod()

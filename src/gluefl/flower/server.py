@@ -74,7 +74,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
     ) -> None:
-        check_arguments(locals())
+        given = check_arguments(locals())
         self.sampler, self.strategy, self.server = sampler, strategy or GlueFL(), server or Server()
         if cached := getattr(innermost(self.strategy), "cached_updates", 0):
             raise UsageError(
@@ -83,9 +83,9 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
             )
         row = row_of(self.strategy)
         self.averaging, self.initial = averaging or Averaging(row.average), initial or row.initial
-        self.hooks, self.seed, self.out = tuple(hooks), seed, Path(out) if out is not None else None
+        self.hooks, self.seed, self.out = given["hooks"], seed, Path(out) if out is not None else None
         self.checkpoints_kept, self.guard = checkpoints_kept, guard
-        self.statistics, self.fraction_evaluate = statistics, fraction_evaluate
+        self.statistics, self.fraction_evaluate = given["statistics"], fraction_evaluate
         self.min_available_nodes, self.wait_for_nodes_s = min_available_nodes, wait_for_nodes_s
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
@@ -194,11 +194,12 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         """Publish the next version. The replies were checked as they arrived; it holds nothing of a bad one."""
         session, exchange = self._session(), self._current()
         session.protection.refuse(session.core, session.state, exchange, self.weighted_by_key)
+        metrics = mean_metrics(exchange, self.weighted_by_key)
         self._line = session.close_round(exchange)
         for incident in exchange.incidents:
             log(WARNING if incident["what"] != "joined" else INFO, "\t├──> %s", incident)
         log(INFO, "\t├──> %s replies used, %.2f MB", self._line["used"], self._line["up_bytes"] / 1e6)
-        return session.arrays, self._metrics(exchange)
+        return session.arrays, metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -221,7 +222,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         exchange.close()
         self._session().note_holders(exchange.holds)
         self._session().protection.refuse_evaluations(exchange, self.weighted_by_key)
-        return self._metrics(exchange)
+        return mean_metrics(exchange, self.weighted_by_key)
 
     def _train(self, grid: Grid, config: ConfigRecord, result: Result) -> None:
         """One round of training: its arrays and metrics go into the result, its line waits to be saved."""
@@ -285,6 +286,3 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         if self._exchange is None:
             raise GlueFLError("GlueFLStrategy runs its own rounds: call start(grid, initial_arrays, …).")
         return self._exchange
-
-    def _metrics(self, exchange: Exchange) -> MetricRecord | None:
-        return mean_metrics([exchange.replies[client] for client in sorted(exchange.replies)], self.weighted_by_key)

@@ -60,7 +60,7 @@ class Receiver:
     store: NodeStore
     strategy: Strategy
     build: Callable[[], Built] | None = None
-    statistics: Iterable[str] = field(default=STATISTICS)
+    statistics: Iterable[str] | nn.Module = field(default=STATISTICS)
 
     def synchronised(self, told: Told, sent: Parts) -> Held:
         """Apply a package to what is stored, which stays as it is; raises `WireError` if it cannot be applied."""

@@ -12,13 +12,14 @@ from typing import Any
 from gluefl.core.sampling import Sampler, Uniform
 from gluefl.errors import MissingExtra, UsageError
 from gluefl.parameters import Count, OpenShare, Positive, check
+from gluefl.storage.journal import clients_of
 
 
 def participations(journal: Iterable[Mapping[str, Any]]) -> int:
     """The most rounds in which one client's upload was used, from the lines of a journal: `result.journal`."""
     counts = Counter[int]()
     for line in journal:
-        clients = line["clients"]
+        clients = clients_of(line)
         counts.update(client for client, fate in zip(clients["id"], clients["fate"]) if fate == "used")
     return max(counts.values(), default=0)
 

@@ -279,13 +279,14 @@ def _pool(population: Population, setting: Setting) -> Pool:
     def speed(client: int) -> float:
         return -fleet.trip(client, 0.0, 10**7, 10**7, 200).arrival_s
 
+    known = speed if fleet.timed else None
     if setting.importance == "uniform":
-        return Pool(size, lambda client: 1 / size, speed=speed)
+        return Pool(size, lambda client: 1 / size, speed=known)
     sizes = array("q", (population.size(client) for client in range(size)))
     total = sum(sizes)
     if not total:
         raise DataError("importance = 'samples' needs clients that have samples; none of this population has any.")
-    return Pool(size, lambda client: sizes[client] / total, speed=speed)
+    return Pool(size, lambda client: sizes[client] / total, speed=known)
 
 
 def _percentiles(evaluator: Evaluator, state: State, population: Population, count: int, seed: int) -> dict[str, float]:

@@ -20,12 +20,11 @@ from gluefl.parameters import Count, Finite, Has, NonNegativeCount, OneOf, OpenS
 from gluefl.populations import Population
 from gluefl.populations.held_out import SHARE, By, HeldOut
 from gluefl.storage.journal import ClientsForm
-from gluefl.strategies.hooks import Hook
+from gluefl.strategies.hooks import Hooks
 
 Rule = Annotated[LocalRule, Has(("rate", "batches", "steps_for", "exchanged", "kept"))]
 AnyDevices = Annotated[Devices, Has(("timed", "is_online", "next_change_s", "trip"))]
 Named = Literal["local", "processes", "ray"]  # engines by name
-Hooks = Annotated[tuple[Annotated[Hook, Has(("on_delta", "on_sum"))], ...], Strict(False)]
 
 
 def _callback(value: Any) -> Any:

@@ -5,11 +5,13 @@ updates. Hooks run in the order in which they are given.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from pydantic import Strict
 from torch import Tensor
 
 from gluefl.errors import UsageError
+from gluefl.parameters import Has
 from gluefl.strategies import Task, Upload
 
 
@@ -23,6 +25,9 @@ class Hook(Protocol):
     def on_sum(self, total: Tensor, uploads: Sequence[Upload], round: int) -> Tensor:
         """Server: the sum to use instead of `total`."""
         ...
+
+
+Hooks = Annotated[tuple[Annotated[Hook, Has(("on_delta", "on_sum"))], ...], Strict(False)]  # a list is one, too
 
 
 def hooked_delta(hooks: Sequence[Hook], delta: Tensor, task: Task) -> Tensor:
