@@ -211,13 +211,14 @@ def test_an_earlier_version_is_published_again_bit_for_bit(strategy) -> None:
 
 
 @pytest.mark.parametrize("package", ["int8", "int4"])
-@pytest.mark.parametrize("inside", [FedAvg(), Private(FedAvg(), 9.0, 0.1, 1.0)], ids=["fedavg", "private"])
-def test_after_a_return_blocks_of_integers_can_be_sent(package, inside) -> None:
+@pytest.mark.parametrize("private", [False, True])
+def test_after_a_return_blocks_of_integers_can_be_sent(package, private) -> None:
     """Values of a block share a scale, also those that are the same in both versions."""
     layout = Layout.of(torch.nn.Linear(4 * BLOCK, 1))
+    coded = Coded(FedAvg(), package)
+    strategy = Private(coded, 9.0, 0.1, 1.0) if private else coded
     core = Core(
-        5, RUN, layout, Space.of(layout), Uniform(2), Coded(inside, package),
-        dyadic(layout.size, 0, 0), torch.zeros(0),
+        5, RUN, layout, Space.of(layout), Uniform(2), strategy, dyadic(layout.size, 0, 0), torch.zeros(0)
     )  # fmt: skip
 
     def next_to(state, round):
