@@ -1,6 +1,5 @@
 """A finished run from its folder: `gluefl.load`."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from gluefl import populations
 from gluefl.clients.metrics import METRICS, TOP_1, Metric
 from gluefl.config import Config, validated
 from gluefl.config.raw import read
-from gluefl.errors import GlueFLError, UsageError
+from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.populations import Population
 from gluefl.populations.stored import restored
 from gluefl.simulation.arguments import load_weights
@@ -18,6 +17,7 @@ from gluefl.simulation.build import build_model, held_out
 from gluefl.simulation.result import Result
 from gluefl.storage.journal import Journal
 from gluefl.storage.names import CONFIG, JOURNAL, MODEL, SUMMARY
+from gluefl.storage.results import check_result, read_summary
 from gluefl.vectors.frozen import copied
 from gluefl.watching.best import BEST, Best
 from gluefl.watching.best import read as read_best
@@ -39,8 +39,8 @@ def load(
     missing = [name for name in (CONFIG, JOURNAL, MODEL, SUMMARY) if not (path / name).exists()]
     if missing:
         raise UsageError(f"{path} holds no finished run: {', '.join(missing)} missing. Give the folder of a run.")
-    text, raw = (path / CONFIG).read_text(encoding="utf-8"), read(path / CONFIG)
-    summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    summary = _summary(path, CONFIG, SUMMARY, *([] if best else [MODEL]))
+    raw, text = read(path / CONFIG), (path / CONFIG).read_text(encoding="utf-8")
     config = validated(raw, str(path / CONFIG)) if isinstance(raw.get("population"), dict) else None
     population = _population(config, summary) if population is None else population
     if model is None and config is not None and population is not None:
@@ -53,6 +53,15 @@ def load(
         summary["best"] = {"round": kept.round, "value": kept.value}
     load_weights(module, path / (BEST if best else MODEL))
     return Result(module.eval(), Journal(path / JOURNAL), summary, population, _metric(summary), text)
+
+
+def _summary(path: Path, *names: str) -> dict[str, Any]:
+    """The summary of a run whose files of these names are as they were written."""
+    try:
+        check_result(path, *names)
+        return read_summary(path)
+    except Damaged as error:
+        raise Damaged(f"{error}. Copy the folder back from a backup, or run it again in another one.") from error
 
 
 def _best(path: Path) -> Best:

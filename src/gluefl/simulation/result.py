@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from gluefl import files
 from gluefl.clients.metrics import TOP_1, Metric, metric_of
-from gluefl.errors import MissingExtra, UsageError
+from gluefl.errors import Damaged, MissingExtra, UsageError
 from gluefl.populations import Population
 from gluefl.populations.inputs import KINDS, applied, each, parts, problem
 from gluefl.scores import Score
-from gluefl.simulation.folder import write_result
 from gluefl.storage.journal import Journal, Line
 from gluefl.storage.names import CONFIG, JOURNAL
+from gluefl.storage.results import write_result
 from gluefl.storage.sealed import seal
 
 PERCENTILES = (5, 10, 25, 50, 75, 90, 95)
@@ -43,7 +43,13 @@ class Result:
     @cached_property
     def journal(self) -> list[Line]:
         """The lines of the journal; those of a run with a folder are read from there when they are first used."""
-        return self.written.lines
+        lines, rounds = self.written.lines, self.summary["rounds"]
+        if len(lines) < rounds:
+            raise Damaged(
+                f"{self.written.path} holds {len(lines)} whole lines, the result is of round {rounds}: the journal is "
+                "damaged, or of an older version. Copy the folder back from a backup, or run it again in another one."
+            )
+        return lines
 
     @property
     def score(self) -> Score:
