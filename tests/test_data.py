@@ -21,6 +21,7 @@ from gluefl.clients.metrics import METRICS
 from gluefl.clients.optimisers import LocalAdam
 from gluefl.clients.trainers.choice import choose
 from gluefl.errors import DataError, UsageError
+from gluefl.populations.glyphs import Glyphs
 from gluefl.scores import SCORES
 from gluefl.vectors.layout import Layout
 from stubs import Blobs, mlp
@@ -450,14 +451,33 @@ def test_targets_are_decided_on_validation_samples_and_the_test_set_is_used_at_t
     assert "validation accuracy" in repr(result)
 
 
-def test_a_population_of_its_own_validation_samples() -> None:
-    @dataclass(frozen=True)
-    class Own(Blobs):
-        def validation(self) -> Samples:
-            return replace(self, seed=0).test()[:50]
+@pytest.mark.parametrize("by", ["samples", "clients"])
+def test_a_loaded_result_has_the_clients_of_the_run(by, tmp_path) -> None:
+    evaluation, options = Evaluation(held_out=by, held_out_share=0.3), Options(out=tmp_path / "run", progress=False)
+    shared = HeldOut(Blobs(), by, 0.3, seed=5)
+    result = gluefl.train(mlp(), shared, FedAvg(), sampler=Uniform(5), rounds=1, options=options)
+    for population in (Blobs(), shared):
+        loaded = gluefl.load(tmp_path / "run", model=mlp(), population=population)
+        assert loaded.population == shared and loaded.client_accuracy() == result.client_accuracy()
+    options, setting = replace(options, out=tmp_path / "set"), Setting(evaluation=evaluation)
+    result = gluefl.train(mlp(), Blobs(), FedAvg(), sampler=Uniform(5), rounds=1, setting=setting, options=options)
+    loaded = gluefl.load(tmp_path / "set", model=mlp(), population=Blobs())
+    assert loaded.population == result.population and loaded.client_accuracy() == result.client_accuracy()
 
-    result = gluefl.train(mlp(), Own(), FedAvg(), sampler=Uniform(5), rounds=1)
+
+@dataclass(frozen=True)
+class Own(Blobs):
+    """With validation samples."""
+
+    def validation(self) -> Samples:
+        return replace(self, seed=0).test()[:50]
+
+
+def test_a_population_of_its_own_validation_samples(tmp_path) -> None:
+    options = Options(out=tmp_path / "run", progress=False)
+    result = gluefl.train(mlp(), Own(), FedAvg(), sampler=Uniform(5), rounds=1, options=options)
     assert result.summary["evaluated_on"] == "validation" and result.summary["test_accuracy"] is not None
+    assert gluefl.load(tmp_path / "run", model=mlp(), population=Own()).population == Own()
     with pytest.raises(UsageError, match="validation samples already"):
         HeldOut(Own())
 
@@ -489,3 +509,5 @@ evaluation = { every = 1, average = 1, metric = "top5", held_out = "clients", st
     assert summary["test_accuracy"] is not None and summary["validation_loss"] is not None
     loaded = gluefl.load(tmp_path / "out")
     assert loaded.population.clients == 18 and loaded.metric.name == "top-5 accuracy"
+    given = gluefl.load(tmp_path / "out", population=Glyphs(clients=20, test_samples=124))
+    assert given.client_accuracy() == loaded.client_accuracy()

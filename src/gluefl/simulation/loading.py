@@ -1,7 +1,7 @@
 """A finished run from its folder: `gluefl.load`."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from gluefl.config import Config, validated
 from gluefl.config.raw import read
 from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.populations import Population
+from gluefl.populations.held_out import By, HeldOut
 from gluefl.populations.stored import restored
 from gluefl.simulation.arguments import load_weights
 from gluefl.simulation.build import build_model, held_out
@@ -30,8 +31,9 @@ def load(
 
     A run that was made from a configuration needs nothing else. For one that was made in Python give a model of the
     same kind: a folder holds tensors and text, never code. It holds the transform of arrays and data sets; where that
-    is code of your own, give the population, too. A result whose data are not here predicts, but has no clients. A run
-    of adapters leaves the frozen base out of its folder, so that the model must bring the same one; another is refused.
+    is code of your own, give the population, too; the validation share of the run is taken from it. A result whose
+    data are not here predicts, but has no clients. A run of adapters leaves the frozen base out of its folder, so that
+    the model must bring the same one; another is refused.
 
     With `best` its model is the one that `BestModel` kept; the summary has its round and value under `best`.
     """
@@ -42,7 +44,7 @@ def load(
     summary = _summary(path, CONFIG, SUMMARY, *([] if best else [MODEL]))
     raw, text = read(path / CONFIG), (path / CONFIG).read_text(encoding="utf-8")
     config = validated(raw, str(path / CONFIG)) if isinstance(raw.get("population"), dict) else None
-    population = _population(config, summary) if population is None else population
+    population = _population(config, summary) if population is None else _as_trained(population, config, raw)
     if model is None and config is not None and population is not None:
         model = build_model(config, population.classes, population.shape)
     if model is None or population is None:
@@ -92,6 +94,18 @@ def _population(config: Config | None, summary: dict[str, Any]) -> Population | 
         if stored is None:
             raise
         return stored
+
+
+def _as_trained(population: Population, config: Config | None, raw: dict[str, Any]) -> Population:
+    """A given population without the validation share of the run, unless it has validation samples already."""
+    if hasattr(population, "validation"):
+        return population
+    if config is not None:
+        return held_out(population, config)
+    table = raw.get("evaluation", {})
+    if table.get("held_out") not in get_args(By):  # none, or samples of the population's own
+        return population
+    return HeldOut(population, table["held_out"], table["held_out_share"], table["held_out_seed"])
 
 
 def _metric(summary: dict[str, Any]) -> Metric:
