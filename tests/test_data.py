@@ -22,7 +22,7 @@ from gluefl.clients.optimisers import LocalAdam
 from gluefl.clients.trainers.choice import choose
 from gluefl.errors import DataError, UsageError
 from gluefl.populations.glyphs import Glyphs
-from gluefl.scores import SCORES
+from gluefl.scores import SCORES, Score
 from gluefl.vectors.layout import Layout
 from stubs import Blobs, mlp
 
@@ -304,6 +304,48 @@ def test_a_target_is_reached_from_above_where_lower_is_better() -> None:
     own = stopped.client_accuracy([0, 1])
     samples = Lines().train(1)
     assert own[1] == pytest.approx(float((stopped.predict(samples.inputs) - samples.labels).abs().mean()), rel=1e-5)
+
+
+def wrong_guesses(outputs, labels) -> Tensor:
+    return (outputs.argmax(1) != labels).float()
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        Metric("accuracy", wrong_guesses, higher_is_better=False),
+        Metric("accuracy", lambda outputs, labels: outputs.softmax(1).amax(1), format="percent"),
+        Metric("loss", wrong_guesses, higher_is_better=False),
+    ],
+    ids=["other direction", "same score", "a loss"],
+)
+def test_an_own_metric_is_not_replaced_by_one_of_the_same_name(metric, tmp_path) -> None:
+    setting, options = Setting(evaluation=Evaluation(metric=metric)), Options(out=tmp_path / "run", progress=False)
+    result = gluefl.train(mlp(), Blobs(), FedAvg(), sampler=Uniform(4), rounds=1, setting=setting, options=options)
+    loaded = gluefl.load(tmp_path / "run", model=mlp(), population=Blobs())
+    assert loaded.metric.score == metric.score
+    with pytest.raises(UsageError, match=rf"{metric.name} .* function of your own.*client_accuracy\(metric=…\)"):
+        loaded.client_accuracy([0])
+    assert loaded.client_accuracy([0], metric) == result.client_accuracy([0])
+
+
+@pytest.mark.parametrize("metric", ["top1", "loss"])
+def test_a_named_metric_is_loaded_from_older_folders_too(metric, tmp_path) -> None:
+    setting, options = Setting(evaluation=Evaluation(metric=metric)), Options(out=tmp_path / "run", progress=False)
+    gluefl.train(mlp(), Blobs(), FedAvg(), sampler=Uniform(4), rounds=1, setting=setting, options=options)
+    assert gluefl.load(tmp_path / "run", model=mlp(), population=Blobs()).metric == METRICS[metric]
+    path = tmp_path / "run" / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    assert summary.pop("metric_key") == metric
+    path.write_text(json.dumps(summary), encoding="utf-8")
+    (tmp_path / "run" / "checksums.json").unlink()
+    assert gluefl.load(tmp_path / "run", model=mlp(), population=Blobs()).metric == METRICS[metric]
+
+
+def test_an_own_metric_of_a_run_in_progress_is_not_one_of_the_same_name() -> None:
+    config = {"evaluation.metric": "loss", "evaluation.higher_is_better": True, "evaluation.metric_format": "number"}
+    assert Score.of_config(config) == Score("loss", higher_is_better=True, format="number")
+    assert Score.of_config({"evaluation.metric": "loss"}) == SCORES["loss"]
 
 
 def test_a_regression_from_a_file_is_a_table_and_a_page_of_its_metric(tmp_path) -> None:

@@ -100,7 +100,7 @@ class Score:
         """As `config.toml` names it, by dotted key, while a run has no summary yet."""
         name = config.get("evaluation.metric", "top1")
         samples = "validation" if config.get("evaluation.held_out") is not None else "test"
-        if name in SCORES:
+        if name in SCORES and "evaluation.higher_is_better" not in config:  # which is written for one of the user's own
             return SCORES[name].on(samples)
         return cls(
             str(name),

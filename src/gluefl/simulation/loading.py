@@ -1,18 +1,19 @@
 """A finished run from its folder: `gluefl.load`."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from gluefl import populations
-from gluefl.clients.metrics import METRICS, TOP_1, Metric
+from gluefl.clients.metrics import METRICS, Metric
 from gluefl.config import Config, validated
 from gluefl.config.raw import read
 from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.populations import Population
 from gluefl.populations.held_out import By, HeldOut
 from gluefl.populations.stored import restored
+from gluefl.scores import Score
 from gluefl.simulation.arguments import load_weights
 from gluefl.simulation.build import build_model, held_out
 from gluefl.simulation.result import Result
@@ -109,7 +110,18 @@ def _as_trained(population: Population, config: Config | None, raw: dict[str, An
 
 
 def _metric(summary: dict[str, Any]) -> Metric:
-    """The metric of a run by its name; one of the user's own is named, but cannot be computed."""
-    name = summary.get("metric", TOP_1.name)
-    own = Metric(name, None, summary.get("higher_is_better", True))
-    return next((metric for metric in METRICS.values() if metric.name == name), own)
+    """The metric of a run; one of the user's own is named, but its function has to be given again."""
+    score = Score.of_summary({**summary, "evaluated_on": "test"})
+    by_score = next((key for key, metric in METRICS.items() if metric.score == score), None)
+    key = summary.get("metric_key", by_score)  # which older runs did not write
+    return METRICS[key] if key in METRICS else _own(score)
+
+
+def _own(score: Score) -> Metric:
+    def function(outputs: Tensor, labels: Tensor) -> NoReturn:
+        raise UsageError(
+            f"the metric {score.name} of this run is a function of your own, which its folder does not hold: give it, "
+            "as in result.client_accuracy(metric=…)."
+        )
+
+    return Metric(score.name, function, score.higher_is_better, score.format)

@@ -17,6 +17,7 @@ from gluefl.accel.resources import resources
 from gluefl.accel.streams import on_side_stream
 from gluefl.clients.cohort import Engine
 from gluefl.clients.evaluation import Evaluator
+from gluefl.clients.metrics import key_of
 from gluefl.clients.remote import UploadingEngine
 from gluefl.clients.residuals import Residuals, room_on
 from gluefl.core.averaging import Averaging
@@ -265,6 +266,7 @@ def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:
 def _measured(evaluator: Evaluator, state: State) -> dict[str, Any]:
     """What the journal's `accuracy` is; where it was decided on validation samples, the result on the test samples."""
     named = evaluator.metric.score.keys() | {"evaluated_on": evaluator.decides_on, "test_accuracy": None}
+    named["metric_key"] = key_of(evaluator.metric)  # by which `load` finds it
     named["transform"] = described(evaluator.population)  # which `load` applies to raw inputs
     if evaluator.decides_on == "test":
         return named
