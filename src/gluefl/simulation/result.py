@@ -23,6 +23,7 @@ from gluefl.storage.journal import Journal, Line
 from gluefl.storage.names import CONFIG, JOURNAL
 from gluefl.storage.results import write_result
 from gluefl.storage.sealed import seal
+from gluefl.vectors.layout import writable
 
 PERCENTILES = (5, 10, 25, 50, 75, 90, 95)
 BATCH = 1000  # samples
@@ -106,12 +107,12 @@ class Result:
         path = Path(folder)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UsageError(f"{path} is not an empty folder: choose another one for the result.")
+        model = to_bytes({name: writable(tensor) for name, tensor in self.module.state_dict().items()})
         files.make_folder(path)
         files.write(path / CONFIG, self.configuration)
         with files.replacing(path / JOURNAL) as file:
             file.writelines(seal(line) for line in self.journal)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.module.state_dict().items()}
-        write_result(path, self.configuration, to_bytes(tensors), self.summary)
+        write_result(path, self.configuration, model, self.summary)
 
     def plot(self) -> Any:
         """A figure of matplotlib: the metric against what was downloaded."""
