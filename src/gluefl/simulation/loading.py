@@ -10,11 +10,12 @@ from gluefl.clients.metrics import METRICS, Metric
 from gluefl.config import Config, validated
 from gluefl.config.raw import read
 from gluefl.errors import Damaged, GlueFLError, UsageError
+from gluefl.parameters import check
 from gluefl.populations import Population
 from gluefl.populations.held_out import By, HeldOut
 from gluefl.populations.stored import restored
 from gluefl.scores import Score
-from gluefl.simulation.arguments import load_weights
+from gluefl.simulation.arguments import AnyPopulation, load_weights
 from gluefl.simulation.build import build_model, held_out
 from gluefl.simulation.result import Result
 from gluefl.storage.journal import Journal
@@ -38,6 +39,13 @@ def load(
 
     With `best` its model is the one that `BestModel` kept; the summary has its round and value under `best`.
     """
+    check(
+        "load",
+        folder=(Path | str, folder),
+        model=(nn.Module | None, model),
+        population=(AnyPopulation | None, population),
+        best=(bool, best),
+    )
     path = Path(folder)
     missing = [name for name in (CONFIG, JOURNAL, MODEL, SUMMARY) if not (path / name).exists()]
     if missing:
