@@ -1,6 +1,8 @@
 """What a run gives back: predictions on raw inputs, data frames, clients, plots; loading; comparing in Python."""
 
 import json
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -178,6 +180,29 @@ def test_a_run_of_a_configuration_predicts_where_its_data_are_not(tmp_path) -> N
     outputs = load(tmp_path / "run").predict(pictures)
     (tmp_path / "data.npz").unlink()
     assert torch.equal(load(tmp_path / "run").predict(pictures), outputs)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A callback that ends a run before its first round."""
+
+    @contextmanager
+    def watch(self, run):
+        run.stop("there is nothing to do")
+        yield lambda line, state: None
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_a_result_without_a_round_is_shown(rounds, tmp_path) -> None:
+    options = Options(progress=False, callbacks=[Ended()])
+    result = train(mlp(), PEOPLE, FedAvg(), sampler=Uniform(6), rounds=rounds, options=options)
+    assert repr(result) == "Result(fedavg: 0 rounds, 0 bytes down)"
+    assert [result.summary[key] for key in ("down_bytes", "up_bytes", "total_bytes")] == [0, 0, 0]
+    assert torch.equal(result.predict(INPUTS), mlp()(PEOPLE.transform(torch.from_numpy(INPUTS))))
+    result.save(tmp_path / "saved")
+    assert repr(load(tmp_path / "saved", model=mlp())) == repr(result)
+    compared = compare(mlp(), PEOPLE, {"a": FedAvg(), "b": Lean()}, rounds=rounds, options=options)
+    assert "no evaluation yet" in str(compared) and "\n b " in str(compared)
 
 
 def test_comparing_in_python_gives_the_table_of_the_command(tmp_path) -> None:

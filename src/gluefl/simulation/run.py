@@ -68,7 +68,7 @@ def train(
     strategy: what travels, for instance `GlueFL()`.
     sampler: which clients are invited, for instance `Sticky(cohort=10, sticky_size=40, sticky_cohort=8)`; by default
         30 clients, uniform or sticky by strategy.
-    rounds: how many rounds to play, unless a target ends the run before.
+    rounds: how many rounds to play, unless a target ends the run before; 0 returns the initial model.
     setting: what else is computed: seed, local training, server optimiser, loss, hooks, fleet, evaluation.
     options: how it is carried out: folder, resume, callbacks, device, trainer, engine, checkpoints.
 
