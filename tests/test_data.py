@@ -480,7 +480,7 @@ def test_targets_are_decided_on_validation_samples_and_the_test_set_is_used_at_t
     evaluation = Evaluation(every=1, average=1, held_out=by, held_out_share=0.2)
     setting = Setting(training=LocalSGD(4, batch=8, lr=0.1), evaluation=evaluation)
     result = gluefl.train(mlp(), Counted(), FedAvg(), sampler=Uniform(5), rounds=4, setting=setting)
-    assert len(uses) == 1
+    assert len(uses) == 2  # before round 1, whether it has samples, and at the end
     summary = result.summary
     assert summary["evaluated_on"] == "validation" and "test_loss" not in result.journal[-1]
     layout, held = Layout.of(result.module), HeldOut(Blobs(), by, 0.2)
@@ -491,6 +491,52 @@ def test_targets_are_decided_on_validation_samples_and_the_test_set_is_used_at_t
     assert summary["test_accuracy"] == pytest.approx(evaluator.test(*model).accuracy)
     assert summary["test_loss"] == pytest.approx(evaluator.test(*model).loss)
     assert "validation accuracy" in repr(result)
+
+
+@dataclass(frozen=True)
+class Untested(Blobs):
+    """Without test samples, or with unknown labels only."""
+
+    unknown: bool = False
+
+    def test(self) -> Samples:
+        samples = super().test()
+        return Samples(samples.inputs, torch.full_like(samples.labels, -100)) if self.unknown else samples[:0]
+
+
+@pytest.mark.parametrize("held_out", [None, "samples", "clients"])
+@pytest.mark.parametrize("unknown", [False, True])
+def test_test_samples_are_missed_before_the_first_round(held_out, unknown, tmp_path) -> None:
+    played, evaluation = [], Evaluation(every=2, held_out=held_out)
+    options = Options(out=tmp_path / "run", callbacks=[lambda line, state: played.append(line["round"])])
+    with pytest.raises(DataError, match="all labels of the test samples" if unknown else "has no test samples"):
+        gluefl.train(
+            mlp(),
+            Untested(unknown=unknown),
+            FedAvg(),
+            sampler=Uniform(4),
+            rounds=4,
+            setting=Setting(evaluation=evaluation),
+            options=options,
+        )
+    assert not played and not (tmp_path / "run").exists()
+
+
+def test_percentiles_of_a_metric_that_no_client_defines_are_none() -> None:
+    undefined = Metric("recall", lambda outputs, labels: ((labels > 9).sum(), (labels > 9).sum()))
+
+    @dataclass(frozen=True)
+    class Rare(Blobs):
+        classes: int = 11
+
+        def train(self, client) -> Samples:
+            samples = super().train(client)
+            return Samples(samples.inputs, samples.labels.clamp(max=9))
+
+    setting = Setting(evaluation=Evaluation(metric=undefined, clients=5))
+    model = nn.Sequential(nn.Linear(6, 11))
+    result = gluefl.train(model, Rare(), FedAvg(), sampler=Uniform(4), rounds=1, setting=setting)
+    assert result.summary["client_accuracy"] is None and result.client_accuracy() == {}
 
 
 @pytest.mark.parametrize("by", ["samples", "clients"])

@@ -154,6 +154,8 @@ def _tensor(values: Any) -> Any:
     return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
 
 
-def percentiles(accuracies: Sequence[float]) -> dict[str, float]:
-    """The distribution of a metric over clients: {"p5": …, "p50": …, "p95": …}."""
+def percentiles(accuracies: Sequence[float]) -> dict[str, float] | None:
+    """The distribution of a metric over clients: {"p5": …, "p50": …, "p95": …}; None without clients."""
+    if not accuracies:
+        return None
     return {f"p{p}": float(np.percentile(accuracies, p)) for p in PERCENTILES}
