@@ -43,10 +43,6 @@ class Score:
         """Whether a value is at least as good as a target."""
         return value >= target if self.higher_is_better else value <= target
 
-    def better(self, value: float, other: float) -> bool:
-        """Whether a value is better than another."""
-        return value > other if self.higher_is_better else value < other
-
     def best(self, values: Iterable[float]) -> float | None:
         """The best of these values, None if there are none."""
         choose = max if self.higher_is_better else min
