@@ -17,6 +17,7 @@ from gluefl.cli import main
 from gluefl.config import COMPARED, merged, read, to_toml, validated, variants, with_sets
 from gluefl.errors import UsageError
 from gluefl.experiments.bench import commands
+from gluefl.experiments.grid import check, expand
 from gluefl.experiments.report.comparison import FAMILIES
 from gluefl.experiments.theory import staleness
 from gluefl.fleet import devices
@@ -478,6 +479,21 @@ def test_help_answers_without_torch() -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0 and "compare" in done.stdout and "demo" in done.stdout
         assert "True" not in done.stdout and not done.stderr
+
+
+def test_a_sampler_is_checked_where_the_configuration_says_how_many_clients_there_are(config, tmp_path) -> None:
+    sampling = {"cohort": 3, "sticky_size": 6, "sticky_cohort": 2, "initial": "fastest"}
+    fleet = {"network": "edge", "availability": "always"}
+    raw = {"population": {"name": "glyphs"}, "sampling": sampling, "fleet": fleet}
+    check(expand({"gluefl": validated(raw, "c.toml")}, (1,), tmp_path / "new"), resume=False)
+    for clients, says in ((5, "larger than the population of 5"), (20_000_000, "of at most 10,000,000")):
+        raw["population"]["clients"] = clients
+        with pytest.raises(UsageError, match=says):
+            check(expand({"gluefl": validated(raw, "c.toml")}, (1,), tmp_path / "new"), resume=False)
+    # Without a number of clients the data have it: the run is refused before anything is written.
+    config.write_text(config.read_text().replace("clients = 20\n", ""))
+    refused = gluefl("run", config, "--out", tmp_path / "out", "--set", "sampling.sticky_size=21")
+    assert refused.exit_code == 2 and "population of 20 clients" in refused.stderr and not (tmp_path / "out").exists()
 
 
 def test_the_module_exits_with_the_codes_of_the_program(config, tmp_path) -> None:

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from gluefl import load
 from gluefl.cli import main
 from gluefl.clients.residuals import Residuals
 from gluefl.clients.residuals.index import read_index
@@ -508,6 +509,38 @@ def test_verify_sees_damaged_results(name, tmp_path) -> None:
     flip(tmp_path / "a" / name, 8 * (tmp_path / "a" / name).stat().st_size // 2)
     code, output = checked(tmp_path)
     assert code == 1 and name in output and "1 damaged" in output
+
+
+@pytest.mark.parametrize("name", ["summary.json", "model.safetensors", "config.toml", "checksums.json"])
+def test_a_damaged_result_is_not_loaded(name, tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=2)
+    for position in (0.3, 0.99):
+        folder = Path(shutil.copytree(tmp_path / "run", tmp_path / f"{position}"))
+        flip(folder / name, int(8 * position * (folder / name).stat().st_size))
+        with pytest.raises(Damaged, match=rf"{name} is damaged.* Copy the folder back"):
+            load(folder, model=mlp(norm=True), population=Blobs())
+
+
+@pytest.mark.parametrize("text", [b'{"rounds": 2, "', b"[]", b"\xff", b"[" * 10**5], ids=["cut", "list", "raw", "deep"])
+def test_a_damaged_summary_without_checksums_is_not_loaded(text, tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=2)
+    (tmp_path / "run" / "checksums.json").unlink()  # as in runs of older versions
+    load(tmp_path / "run", model=mlp(norm=True), population=Blobs())
+    config = (tmp_path / "run" / "config.toml").read_bytes()
+    (tmp_path / "run" / "config.toml").write_bytes(config + b"\xff")
+    with pytest.raises(UsageError, match=r"config\.toml is not valid TOML"):
+        load(tmp_path / "run", model=mlp(norm=True), population=Blobs())
+    (tmp_path / "run" / "summary.json").write_bytes(text)
+    with pytest.raises(Damaged, match=r"summary\.json is damaged: "):
+        load(tmp_path / "run", model=mlp(norm=True), population=Blobs())
+
+
+def test_the_damaged_journal_of_a_result_is_not_read_as_a_shorter_one(tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=3)
+    flip(tmp_path / "run" / "journal.jsonl", 4 * (tmp_path / "run" / "journal.jsonl").stat().st_size)
+    result = load(tmp_path / "run", model=mlp(norm=True), population=Blobs())  # predicts without its journal
+    with pytest.raises(Damaged, match=r"journal\.jsonl holds 1 whole lines, the result is of round 3"):
+        assert result.journal
 
 
 def test_verify_sees_lost_checkpoints_and_says_where_there_is_no_run(run, tmp_path) -> None:

@@ -21,7 +21,8 @@ from gluefl.clients.metrics import METRICS
 from gluefl.clients.optimisers import LocalAdam
 from gluefl.clients.trainers.choice import choose
 from gluefl.errors import DataError, UsageError
-from gluefl.scores import SCORES
+from gluefl.populations.glyphs import Glyphs
+from gluefl.scores import SCORES, Score
 from gluefl.vectors.layout import Layout
 from stubs import Blobs, mlp
 
@@ -305,6 +306,48 @@ def test_a_target_is_reached_from_above_where_lower_is_better() -> None:
     assert own[1] == pytest.approx(float((stopped.predict(samples.inputs) - samples.labels).abs().mean()), rel=1e-5)
 
 
+def wrong_guesses(outputs, labels) -> Tensor:
+    return (outputs.argmax(1) != labels).float()
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        Metric("accuracy", wrong_guesses, higher_is_better=False),
+        Metric("accuracy", lambda outputs, labels: outputs.softmax(1).amax(1), format="percent"),
+        Metric("loss", wrong_guesses, higher_is_better=False),
+    ],
+    ids=["other direction", "same score", "a loss"],
+)
+def test_an_own_metric_is_not_replaced_by_one_of_the_same_name(metric, tmp_path) -> None:
+    setting, options = Setting(evaluation=Evaluation(metric=metric)), Options(out=tmp_path / "run", progress=False)
+    result = gluefl.train(mlp(), Blobs(), FedAvg(), sampler=Uniform(4), rounds=1, setting=setting, options=options)
+    loaded = gluefl.load(tmp_path / "run", model=mlp(), population=Blobs())
+    assert loaded.metric.score == metric.score
+    with pytest.raises(UsageError, match=rf"{metric.name} .* function of your own.*client_accuracy\(metric=…\)"):
+        loaded.client_accuracy([0])
+    assert loaded.client_accuracy([0], metric) == result.client_accuracy([0])
+
+
+@pytest.mark.parametrize("metric", ["top1", "loss"])
+def test_a_named_metric_is_loaded_from_older_folders_too(metric, tmp_path) -> None:
+    setting, options = Setting(evaluation=Evaluation(metric=metric)), Options(out=tmp_path / "run", progress=False)
+    gluefl.train(mlp(), Blobs(), FedAvg(), sampler=Uniform(4), rounds=1, setting=setting, options=options)
+    assert gluefl.load(tmp_path / "run", model=mlp(), population=Blobs()).metric == METRICS[metric]
+    path = tmp_path / "run" / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    assert summary.pop("metric_key") == metric
+    path.write_text(json.dumps(summary), encoding="utf-8")
+    (tmp_path / "run" / "checksums.json").unlink()
+    assert gluefl.load(tmp_path / "run", model=mlp(), population=Blobs()).metric == METRICS[metric]
+
+
+def test_an_own_metric_of_a_run_in_progress_is_not_one_of_the_same_name() -> None:
+    config = {"evaluation.metric": "loss", "evaluation.higher_is_better": True, "evaluation.metric_format": "number"}
+    assert Score.of_config(config) == Score("loss", higher_is_better=True, format="number")
+    assert Score.of_config({"evaluation.metric": "loss"}) == SCORES["loss"]
+
+
 def test_a_regression_from_a_file_is_a_table_and_a_page_of_its_metric(tmp_path) -> None:
     from click.testing import CliRunner
 
@@ -437,7 +480,7 @@ def test_targets_are_decided_on_validation_samples_and_the_test_set_is_used_at_t
     evaluation = Evaluation(every=1, average=1, held_out=by, held_out_share=0.2)
     setting = Setting(training=LocalSGD(4, batch=8, lr=0.1), evaluation=evaluation)
     result = gluefl.train(mlp(), Counted(), FedAvg(), sampler=Uniform(5), rounds=4, setting=setting)
-    assert len(uses) == 1
+    assert len(uses) == 2  # before round 1, whether it has samples, and at the end
     summary = result.summary
     assert summary["evaluated_on"] == "validation" and "test_loss" not in result.journal[-1]
     layout, held = Layout.of(result.module), HeldOut(Blobs(), by, 0.2)
@@ -450,14 +493,79 @@ def test_targets_are_decided_on_validation_samples_and_the_test_set_is_used_at_t
     assert "validation accuracy" in repr(result)
 
 
-def test_a_population_of_its_own_validation_samples() -> None:
-    @dataclass(frozen=True)
-    class Own(Blobs):
-        def validation(self) -> Samples:
-            return replace(self, seed=0).test()[:50]
+@dataclass(frozen=True)
+class Untested(Blobs):
+    """Without test samples, or with unknown labels only."""
 
-    result = gluefl.train(mlp(), Own(), FedAvg(), sampler=Uniform(5), rounds=1)
+    unknown: bool = False
+
+    def test(self) -> Samples:
+        samples = super().test()
+        return Samples(samples.inputs, torch.full_like(samples.labels, -100)) if self.unknown else samples[:0]
+
+
+@pytest.mark.parametrize("held_out", [None, "samples", "clients"])
+@pytest.mark.parametrize("unknown", [False, True])
+def test_test_samples_are_missed_before_the_first_round(held_out, unknown, tmp_path) -> None:
+    played, evaluation = [], Evaluation(every=2, held_out=held_out)
+    options = Options(out=tmp_path / "run", callbacks=[lambda line, state: played.append(line["round"])])
+    with pytest.raises(DataError, match="all labels of the test samples" if unknown else "has no test samples"):
+        gluefl.train(
+            mlp(),
+            Untested(unknown=unknown),
+            FedAvg(),
+            sampler=Uniform(4),
+            rounds=4,
+            setting=Setting(evaluation=evaluation),
+            options=options,
+        )
+    assert not played and not (tmp_path / "run").exists()
+
+
+def test_percentiles_of_a_metric_that_no_client_defines_are_none() -> None:
+    undefined = Metric("recall", lambda outputs, labels: ((labels > 9).sum(), (labels > 9).sum()))
+
+    @dataclass(frozen=True)
+    class Rare(Blobs):
+        classes: int = 11
+
+        def train(self, client) -> Samples:
+            samples = super().train(client)
+            return Samples(samples.inputs, samples.labels.clamp(max=9))
+
+    setting = Setting(evaluation=Evaluation(metric=undefined, clients=5))
+    model = nn.Sequential(nn.Linear(6, 11))
+    result = gluefl.train(model, Rare(), FedAvg(), sampler=Uniform(4), rounds=1, setting=setting)
+    assert result.summary["client_accuracy"] is None and result.client_accuracy() == {}
+
+
+@pytest.mark.parametrize("by", ["samples", "clients"])
+def test_a_loaded_result_has_the_clients_of_the_run(by, tmp_path) -> None:
+    evaluation, options = Evaluation(held_out=by, held_out_share=0.3), Options(out=tmp_path / "run", progress=False)
+    shared = HeldOut(Blobs(), by, 0.3, seed=5)
+    result = gluefl.train(mlp(), shared, FedAvg(), sampler=Uniform(5), rounds=1, options=options)
+    for population in (Blobs(), shared):
+        loaded = gluefl.load(tmp_path / "run", model=mlp(), population=population)
+        assert loaded.population == shared and loaded.client_accuracy() == result.client_accuracy()
+    options, setting = replace(options, out=tmp_path / "set"), Setting(evaluation=evaluation)
+    result = gluefl.train(mlp(), Blobs(), FedAvg(), sampler=Uniform(5), rounds=1, setting=setting, options=options)
+    loaded = gluefl.load(tmp_path / "set", model=mlp(), population=Blobs())
+    assert loaded.population == result.population and loaded.client_accuracy() == result.client_accuracy()
+
+
+@dataclass(frozen=True)
+class Own(Blobs):
+    """With validation samples."""
+
+    def validation(self) -> Samples:
+        return replace(self, seed=0).test()[:50]
+
+
+def test_a_population_of_its_own_validation_samples(tmp_path) -> None:
+    options = Options(out=tmp_path / "run", progress=False)
+    result = gluefl.train(mlp(), Own(), FedAvg(), sampler=Uniform(5), rounds=1, options=options)
     assert result.summary["evaluated_on"] == "validation" and result.summary["test_accuracy"] is not None
+    assert gluefl.load(tmp_path / "run", model=mlp(), population=Own()).population == Own()
     with pytest.raises(UsageError, match="validation samples already"):
         HeldOut(Own())
 
@@ -489,3 +597,5 @@ evaluation = { every = 1, average = 1, metric = "top5", held_out = "clients", st
     assert summary["test_accuracy"] is not None and summary["validation_loss"] is not None
     loaded = gluefl.load(tmp_path / "out")
     assert loaded.population.clients == 18 and loaded.metric.name == "top-5 accuracy"
+    given = gluefl.load(tmp_path / "out", population=Glyphs(clients=20, test_samples=124))
+    assert given.client_accuracy() == loaded.client_accuracy()

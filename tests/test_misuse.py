@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gluefl import APF, STC, Arrivals, Fleet, GlueFL, Options, Setting, Uniform, train
+from gluefl import APF, STC, Arrivals, Fleet, GlueFL, Options, Setting, Uniform, load, train
 from gluefl.accel.resources import Resources, current, resources
 from gluefl.clients.cohort import Outcome
 from gluefl.errors import UsageError
@@ -42,6 +42,23 @@ def test_arguments_of_train_that_cannot_be_used_are_refused(words, arguments) ->
     usual = {"model": mlp(), "population": Blobs(), "strategy": STC(), "sampler": Uniform(4), "rounds": 1}
     with pytest.raises(UsageError, match=words):
         train(**usual | arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("folder: .*found 5", {"folder": 5}),
+        ("model: .*found 'x'", {"model": "x"}),
+        ("model: .*found <class", {"model": nn.Linear}),
+        ("population: input should be an object that has clients", {"population": "glyphs"}),
+        ("population: input should be an object that has clients", {"population": Blobs}),
+        ("best: .*found 'yes'", {"best": "yes"}),
+    ],
+    ids=str,
+)
+def test_arguments_of_load_that_cannot_be_used_are_refused(words, arguments, tmp_path) -> None:
+    with pytest.raises(UsageError, match=rf"(?s)load cannot be used:.*{words}"):
+        load(**{"folder": tmp_path, "model": mlp(), "population": Blobs()} | arguments)
 
 
 def test_resume_needs_a_folder() -> None:

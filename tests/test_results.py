@@ -1,6 +1,8 @@
 """What a run gives back: predictions on raw inputs, data frames, clients, plots; loading; comparing in Python."""
 
 import json
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gluefl
-from gluefl import FedAvg, Lean, LocalSGD, Options, Setting, Uniform, compare, load, train
+from gluefl import BestModel, FedAvg, Lean, LocalSGD, Options, Setting, Uniform, compare, load, train
 from gluefl.cli import main
 from gluefl.clients.evaluation import Evaluator
 from gluefl.errors import UsageError
@@ -106,6 +108,41 @@ def test_a_result_without_a_folder_is_saved_and_loaded(tmp_path) -> None:
         result.save(tmp_path / "saved")
 
 
+def tied() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.ReLU(), torch.nn.Linear(6, 6), torch.nn.Linear(6, 4))
+    model[2].weight = model[0].weight
+    return model
+
+
+def channels_last() -> torch.nn.Module:
+    layers = torch.nn.Unflatten(1, (2, 3, 1)), torch.nn.Conv2d(2, 4, 2, padding=1), torch.nn.Flatten()
+    return torch.nn.Sequential(*layers, torch.nn.Linear(32, 4)).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("network", [tied, channels_last])
+def test_weights_that_are_no_tensors_of_their_own_are_written(network, tmp_path) -> None:
+    options = Options(out=tmp_path / "run", trainer="loop", callbacks=[BestModel()])
+    result = train(network(), PEOPLE, FedAvg(), sampler=Uniform(6), rounds=2, setting=SETTING, options=options)
+    result.save(tmp_path / "saved")
+    for again in (
+        load(tmp_path / "run", model=network()),
+        load(tmp_path / "run", model=network(), best=True),
+        load(tmp_path / "saved", model=network()),
+    ):
+        assert torch.equal(again.predict(INPUTS), result.predict(INPUTS))
+
+
+def test_a_save_that_fails_leaves_no_folder(tmp_path, monkeypatch) -> None:
+    def refuse(tensors) -> bytes:
+        raise RuntimeError("cannot be written")
+
+    result = trained()
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="cannot be written"):
+        patched.setattr("gluefl.simulation.result.to_bytes", refuse)
+        result.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 @given(st.sampled_from([(5,), (8, 8), (3, 8, 8), (1, 8, 8)]), st.sampled_from(["uint8", "float32"]), st.integers(1, 3))
 def test_a_stored_transform_is_that_of_the_population(shape, kind, channels) -> None:
     inputs = (np.random.default_rng(1).random((60, *shape)) * 200).astype(kind)
@@ -143,6 +180,29 @@ def test_a_run_of_a_configuration_predicts_where_its_data_are_not(tmp_path) -> N
     outputs = load(tmp_path / "run").predict(pictures)
     (tmp_path / "data.npz").unlink()
     assert torch.equal(load(tmp_path / "run").predict(pictures), outputs)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A callback that ends a run before its first round."""
+
+    @contextmanager
+    def watch(self, run):
+        run.stop("there is nothing to do")
+        yield lambda line, state: None
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_a_result_without_a_round_is_shown(rounds, tmp_path) -> None:
+    options = Options(progress=False, callbacks=[Ended()])
+    result = train(mlp(), PEOPLE, FedAvg(), sampler=Uniform(6), rounds=rounds, options=options)
+    assert repr(result) == "Result(fedavg: 0 rounds, 0 bytes down)"
+    assert [result.summary[key] for key in ("down_bytes", "up_bytes", "total_bytes")] == [0, 0, 0]
+    assert torch.equal(result.predict(INPUTS), mlp()(PEOPLE.transform(torch.from_numpy(INPUTS))))
+    result.save(tmp_path / "saved")
+    assert repr(load(tmp_path / "saved", model=mlp())) == repr(result)
+    compared = compare(mlp(), PEOPLE, {"a": FedAvg(), "b": Lean()}, rounds=rounds, options=options)
+    assert "no evaluation yet" in str(compared) and "\n b " in str(compared)
 
 
 def test_comparing_in_python_gives_the_table_of_the_command(tmp_path) -> None:

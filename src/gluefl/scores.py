@@ -43,10 +43,6 @@ class Score:
         """Whether a value is at least as good as a target."""
         return value >= target if self.higher_is_better else value <= target
 
-    def better(self, value: float, other: float) -> bool:
-        """Whether a value is better than another."""
-        return value > other if self.higher_is_better else value < other
-
     def best(self, values: Iterable[float]) -> float | None:
         """The best of these values, None if there are none."""
         choose = max if self.higher_is_better else min
@@ -100,7 +96,7 @@ class Score:
         """As `config.toml` names it, by dotted key, while a run has no summary yet."""
         name = config.get("evaluation.metric", "top1")
         samples = "validation" if config.get("evaluation.held_out") is not None else "test"
-        if name in SCORES:
+        if name in SCORES and "evaluation.higher_is_better" not in config:  # which is written for one of the user's own
             return SCORES[name].on(samples)
         return cls(
             str(name),

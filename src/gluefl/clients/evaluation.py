@@ -45,6 +45,12 @@ class Evaluator:
         """The samples on which targets are decided: "validation" or "test"."""
         return "validation" if hasattr(self.population, "validation") else "test"
 
+    def check(self) -> None:
+        """Refuse a population without samples for the evaluations of a run, before anything is trained."""
+        self._usable(self._deciding, self.decides_on)
+        if self.decides_on != "test":
+            self._usable(self.population.test(), "test")
+
     def __call__(self, weights: Tensor, statistics: Tensor) -> Evaluation:
         """Metric and loss on the samples on which targets are decided."""
         self._load(weights, statistics)
@@ -59,10 +65,7 @@ class Evaluator:
         """The metric on the own samples of each of these clients, without those on whose samples it is undefined."""
         self._load(weights, statistics)
         own = [self._evaluate(self._moved(self.population.train(client), "train")).accuracy for client in clients]
-        defined = [accuracy for accuracy in own if not math.isnan(accuracy)]
-        if not defined:
-            raise DataError(f"none of {len(clients)} clients has labels on which {self.metric.name} is defined.")
-        return defined
+        return [accuracy for accuracy in own if not math.isnan(accuracy)]
 
     def _load(self, weights: Tensor, statistics: Tensor) -> None:
         self.layout.fill(self.module, weights, statistics)

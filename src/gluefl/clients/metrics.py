@@ -122,6 +122,11 @@ METRICS: dict[str, Metric] = {
 TOP_1 = METRICS["top1"]
 
 
+def key_of(metric: Metric) -> str | None:
+    """The name of a metric in `METRICS`; None of one that is not among them."""
+    return next((key for key, known in METRICS.items() if known == metric), None)
+
+
 def metric_of(given: Any) -> Any:
     """A metric by its name, from a function of one's own, or as it is."""
     if isinstance(given, Metric):

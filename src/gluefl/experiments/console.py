@@ -105,7 +105,8 @@ def _comparison_cells(
     for key in ("down_bytes", "total_bytes"):
         own = _mean(runs, key)
         cells += [_number(own / volume_factor), _factor(_mean(first, key) / own) if own else "–"]
-    return [*cells, f"{100 * _mean(runs, 'mean_download_share'):.1f}"]
+    shares = [run["mean_download_share"] for run in runs if run["mean_download_share"] is not None]
+    return [*cells, f"{100 * statistics.fmean(shares):.1f}" if shares else "–"]
 
 
 def _factor(ratio: float) -> str:

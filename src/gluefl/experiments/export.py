@@ -24,12 +24,12 @@ from gluefl.clients.metrics import METRICS
 from gluefl.config import Config, read, validated
 from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.experiments.console import volume
-from gluefl.experiments.verify import check_result
 from gluefl.scores import SCORES
 from gluefl.simulation.build import build_model
 from gluefl.simulation.process import device_of
 from gluefl.storage import checkpoint
 from gluefl.storage.names import CHECKPOINT, CONFIG, MODEL
+from gluefl.storage.results import check_result
 from gluefl.strategies import Space
 from gluefl.vectors.layout import Layout, split
 

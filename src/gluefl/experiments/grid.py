@@ -1,6 +1,5 @@
 """The grid of an experiment: every variant with every seed, one run folder each."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,4 +59,6 @@ def check(specs: Sequence[RunSpec], resume: bool) -> None:
     from gluefl.simulation.build import build_sampler
 
     for spec in specs:
-        build_sampler(spec.config).check(spec.config.population.clients or sys.maxsize)
+        sampler, clients = build_sampler(spec.config), spec.config.population.clients
+        if clients is not None:  # else the data say how many there are, and `train` checks it
+            sampler.check(clients)

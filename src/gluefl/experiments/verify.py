@@ -1,7 +1,7 @@
 """The work behind `gluefl verify`: every file of a run is read and compared with the checksum it was written with."""
 
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.table import Table
 
-from gluefl import files
 from gluefl.clients.residuals.file import NAME as RECORDS
 from gluefl.clients.residuals.file import check_records
 from gluefl.clients.residuals.index import read_index
@@ -21,6 +20,7 @@ from gluefl.storage import checkpoint, columns
 from gluefl.storage.client_log import check_clients
 from gluefl.storage.journal import Line, written_lines
 from gluefl.storage.names import CHECKPOINT, CHECKSUMS, CONFIG, EVALUATIONS, JOURNAL, SUMMARY
+from gluefl.storage.results import result_damage
 from gluefl.storage.sealed import unseal
 from gluefl.watching.best import BEST
 from gluefl.watching.best import read as read_best
@@ -47,13 +47,6 @@ def verify(folders: Iterable[Path]) -> list[Check]:
     if not runs:
         raise UsageError(f"there is no run in {', '.join(map(str, folders))}: a run folder holds a {JOURNAL}.")
     return [check for run in runs for check in _run(run)]
-
-
-def check_result(run: Path, name: str) -> None:
-    """Raise `Damaged` if a file that a run left at its end differs from its checksum; older runs have none."""
-    for check in _results(run):
-        if check.file in (name, CHECKSUMS) and check.damage is not None:
-            raise Damaged(f"{run / check.file} is {check.damage}")
 
 
 def damage_of_result(run: Path) -> str | None:
@@ -209,21 +202,9 @@ def _configuration(run: Path, saved: str, round: int) -> Check:
 
 def _results(run: Path) -> Iterator[Check]:
     """The files that a run leaves at its end."""
-    path = run / CHECKSUMS
-    if path.exists():
-        try:
-            sums, is_sealed = unseal(path.read_bytes())
-            digests: Mapping[str, str] = sums["files"] if is_sealed else {}
-        except (ValueError, KeyError) as error:
-            yield Check(run, CHECKSUMS, "checksum", f"damaged: {error}")
-            return
-        yield Check(run, CHECKSUMS, "checksum", None if is_sealed else "damaged: its checksum is missing")
-        for name, digest in digests.items():
-            if not (run / name).exists():
-                yield Check(run, name, "checksum", "missing")
-            else:
-                same = files.digest_of(run / name) == digest
-                yield Check(run, name, "checksum", None if same else "damaged: its checksum differs")
+    if (run / CHECKSUMS).exists():
+        for name, damage in result_damage(run):
+            yield Check(run, name, "checksum", damage)
     elif (run / CONFIG).exists() and not checkpoint.exists(run / CHECKPOINT):
         try:
             tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))

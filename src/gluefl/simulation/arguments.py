@@ -23,13 +23,14 @@ from gluefl.vectors.layout import check_initialised
 DIFFERENCES = tuple(getattr(nn.functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber"))
 FROZEN = "frozen"  # in the metadata of a model's file: the digest of the part that it leaves out
 PROBED = 1000  # clients whose samples are looked at when a run has failed
+AnyPopulation = Annotated[Any, Has(("clients", "classes", "shape", "size", "train", "test", "transform"))]
 
 
 def check_arguments(*arguments: Any) -> None:
     """Refuse arguments of `train` that cannot be used, all of them in one message."""
     kinds: dict[str, Any] = {
         "model": nn.Module,
-        "population": Annotated[Any, Has(("clients", "classes", "shape", "size", "train", "test", "transform"))],
+        "population": AnyPopulation,
         "sampler": Annotated[Any, Has(("cohort", "check", "init", "invite", "next_state"))] | None,
         "rounds": NonNegativeCount,
         "setting": Setting | None,

@@ -24,7 +24,7 @@ from gluefl.storage import checkpoint, columns, toml
 from gluefl.storage.client_log import ClientLog
 from gluefl.storage.journal import ACCURACY, Journal
 from gluefl.storage.names import CHECKPOINT, CHECKSUMS, CONFIG, JOURNAL, MODEL, SUMMARY
-from gluefl.storage.sealed import seal
+from gluefl.storage.results import write_result
 from gluefl.strategies import Strategy
 
 # What may differ when a run goes on, by dotted key.
@@ -139,19 +139,6 @@ class RunFolder:
                 f"{self.path} holds a run of another configuration, it cannot be resumed with this one. "
                 f"They differ in:\n{lines}"
             )
-
-
-def write_result(path: Path, description: str, model: bytes, summary: Mapping[str, Any]) -> None:
-    """Write model, checksums and summary beside the configuration; the summary says that a run is done."""
-    contents = {
-        MODEL: model,
-        SUMMARY: (json.dumps(summary, indent=2) + "\n").encode(),
-        CONFIG: description.encode(),
-    }
-    files.write(path / MODEL, contents[MODEL])
-    digests = {name: files.digest(data) for name, data in contents.items()}
-    files.write(path / CHECKSUMS, seal({"rounds": summary["rounds"], "files": digests}))
-    files.write(path / SUMMARY, contents[SUMMARY])
 
 
 def same_configuration(a: str, b: str) -> bool:

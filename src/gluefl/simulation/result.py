@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from gluefl import files
 from gluefl.clients.metrics import TOP_1, Metric, metric_of
-from gluefl.errors import MissingExtra, UsageError
+from gluefl.errors import Damaged, MissingExtra, UsageError
 from gluefl.populations import Population
 from gluefl.populations.inputs import KINDS, applied, each, parts, problem
 from gluefl.scores import Score
-from gluefl.simulation.folder import write_result
 from gluefl.storage.journal import Journal, Line
 from gluefl.storage.names import CONFIG, JOURNAL
+from gluefl.storage.results import write_result
 from gluefl.storage.sealed import seal
+from gluefl.vectors.layout import writable
 
 PERCENTILES = (5, 10, 25, 50, 75, 90, 95)
 BATCH = 1000  # samples
@@ -43,7 +44,13 @@ class Result:
     @cached_property
     def journal(self) -> list[Line]:
         """The lines of the journal; those of a run with a folder are read from there when they are first used."""
-        return self.written.lines
+        lines, rounds = self.written.lines, self.summary["rounds"]
+        if len(lines) < rounds:
+            raise Damaged(
+                f"{self.written.path} holds {len(lines)} whole lines, the result is of round {rounds}: the journal is "
+                "damaged, or of an older version. Copy the folder back from a backup, or run it again in another one."
+            )
+        return lines
 
     @property
     def score(self) -> Score:
@@ -100,12 +107,12 @@ class Result:
         path = Path(folder)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UsageError(f"{path} is not an empty folder: choose another one for the result.")
+        model = to_bytes({name: writable(tensor) for name, tensor in self.module.state_dict().items()})
         files.make_folder(path)
         files.write(path / CONFIG, self.configuration)
         with files.replacing(path / JOURNAL) as file:
             file.writelines(seal(line) for line in self.journal)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.module.state_dict().items()}
-        write_result(path, self.configuration, to_bytes(tensors), self.summary)
+        write_result(path, self.configuration, model, self.summary)
 
     def plot(self) -> Any:
         """A figure of matplotlib: the metric against what was downloaded."""
@@ -147,6 +154,8 @@ def _tensor(values: Any) -> Any:
     return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
 
 
-def percentiles(accuracies: Sequence[float]) -> dict[str, float]:
-    """The distribution of a metric over clients: {"p5": …, "p50": …, "p95": …}."""
+def percentiles(accuracies: Sequence[float]) -> dict[str, float] | None:
+    """The distribution of a metric over clients: {"p5": …, "p50": …, "p95": …}; None without clients."""
+    if not accuracies:
+        return None
     return {f"p{p}": float(np.percentile(accuracies, p)) for p in PERCENTILES}

@@ -17,6 +17,7 @@ from gluefl.accel.resources import resources
 from gluefl.accel.streams import on_side_stream
 from gluefl.clients.cohort import Engine
 from gluefl.clients.evaluation import Evaluator
+from gluefl.clients.metrics import key_of
 from gluefl.clients.remote import UploadingEngine
 from gluefl.clients.residuals import Residuals, room_on
 from gluefl.core.averaging import Averaging
@@ -67,7 +68,7 @@ def train(
     strategy: what travels, for instance `GlueFL()`.
     sampler: which clients are invited, for instance `Sticky(cohort=10, sticky_size=40, sticky_cohort=8)`; by default
         30 clients, uniform or sticky by strategy.
-    rounds: how many rounds to play, unless a target ends the run before.
+    rounds: how many rounds to play, unless a target ends the run before; 0 returns the initial model.
     setting: what else is computed: seed, local training, server optimiser, loss, hooks, fleet, evaluation.
     options: how it is carried out: folder, resume, callbacks, device, trainer, engine, checkpoints.
 
@@ -77,6 +78,7 @@ def train(
     check_arguments(model, population, sampler, rounds, setting, options)
     setting, options = setting or Setting(), options or Options()
     population, evaluation = setting.evaluation.applied_to(population), setting.evaluation
+    metric = evaluation.metric
     device = device_of(options.device)
     module = copied(model).to(device)
     if setting.initial_weights is not None:
@@ -86,6 +88,8 @@ def train(
     with resources(), explained(model, population, setting), ExitStack() as held:
         core = _core(module, strategy, chosen, setting, description)
         sim, state = held.enter_context(_simulation(core, module, population, setting, options))
+        evaluator = Evaluator(module, core.layout, population, setting.loss, metric, evaluation.batch, device)
+        evaluator.check()
         folder, journal = None, Journal(clients=options.journal_clients)
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss)
@@ -94,11 +98,8 @@ def train(
             journal = Journal(options.folder / JOURNAL, options.journal_clients)
             state = folder.open(state, journal)
         check_shapes(module, population, setting)
-        totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, evaluation.metric.score)
-        evaluator = Evaluator(
-            module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
-        )
-        goal = Goal(evaluation.metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average)
+        totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, metric.score)
+        goal = Goal(metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average)
         watched = _watched(sim, module, rounds, goal, description, options, journal)
         loop = Loop(rounds, evaluation, options, watched)
         first = [state]  # handed over: it would stay in memory for the whole run
@@ -108,7 +109,7 @@ def train(
         if evaluation.clients:
             summary["client_accuracy"] = _percentiles(evaluator, state, population, evaluation.clients, setting.seed)
         _end(sim, state, module, folder, summary, _left_out(module, options), watched.notes)
-    return Result(module.cpu().eval(), journal, summary, population, evaluation.metric, description)
+    return Result(module.cpu().eval(), journal, summary, population, metric, description)
 
 
 def _end(
@@ -265,6 +266,7 @@ def _summary(sim: Simulation, totals: Totals) -> dict[str, Any]:
 def _measured(evaluator: Evaluator, state: State) -> dict[str, Any]:
     """What the journal's `accuracy` is; where it was decided on validation samples, the result on the test samples."""
     named = evaluator.metric.score.keys() | {"evaluated_on": evaluator.decides_on, "test_accuracy": None}
+    named["metric_key"] = key_of(evaluator.metric)  # by which `load` finds it
     named["transform"] = described(evaluator.population)  # which `load` applies to raw inputs
     if evaluator.decides_on == "test":
         return named
@@ -289,7 +291,9 @@ def _pool(population: Population, setting: Setting) -> Pool:
     return Pool(size, lambda client: sizes[client] / total, speed=known)
 
 
-def _percentiles(evaluator: Evaluator, state: State, population: Population, count: int, seed: int) -> dict[str, float]:
+def _percentiles(
+    evaluator: Evaluator, state: State, population: Population, count: int, seed: int
+) -> dict[str, float] | None:
     size, rng = population.clients, stream(seed, "percentiles")
     clients = draw(rng, size, count, lambda _: True) if size > LISTABLE else rng.permutation(size)[:count].tolist()
     return percentiles(evaluator.clients(*state.model, clients))

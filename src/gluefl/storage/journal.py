@@ -235,8 +235,8 @@ class Totals:
         """As in `summary.json`."""
         sums, recent = dict.fromkeys(SUMMED) | self._sums, self._accuracies
         first = self._first_evaluation  # after `every` rounds
-        down_bytes, up_bytes = sums["down_bytes"], sums["up_bytes"]
-        share = (down_bytes or 0) / (self._invitations * model_bytes) if self._invitations else None
+        down_bytes, up_bytes = sums["down_bytes"] or 0, sums["up_bytes"] or 0  # without a round there is no sum
+        share = down_bytes / (self._invitations * model_bytes) if self._invitations else None
         return {
             "rounds": self.rounds,
             "mean_accuracy": math.fsum(recent) / len(recent) if recent else None,  # over the window
@@ -250,7 +250,7 @@ class Totals:
             "single_down_bytes": self._single_down_bytes,
             "down_bytes": down_bytes,
             "up_bytes": up_bytes,
-            "total_bytes": (down_bytes or 0) + (up_bytes or 0),
+            "total_bytes": down_bytes + up_bytes,
             **{key: sums[key] for key in SUMMED[2:9]},
             "total_s": self._clock_s,
             "wasted_s": sums["wasted_s"],

@@ -111,12 +111,17 @@ class Layout:
         """The vectors under the names of the module's own state dict, ready to be saved or loaded."""
         self.fill(module, weights, statistics)
         named = module.state_dict().items()
-        return {name: tensor.detach().cpu().clone() for name, tensor in named if name not in leave_out}
+        return {name: writable(tensor) for name, tensor in named if name not in leave_out}
 
     def _join(self, parts: tuple[Part, ...], tensors: dict[str, Tensor]) -> Tensor:
         pieces = [tensors[part.name].detach().reshape(-1).to(self.dtype) for part in parts]
         device = next(iter(tensors.values())).device  # of a module without statistics, too
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self.dtype, device=device)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """A copy as safetensors writes it: it refuses memory that tied weights share, and other orders of dimensions."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def split(parts: tuple[Part, ...], vector: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -121,10 +121,6 @@ class Residuals:
         used = self._file.restore(saved, older)
         self._used = dict(sorted(used.items(), key=lambda item: item[1]))
 
-    def flush(self) -> None:
-        """Wait until every write is done; raises the error of one that failed."""
-        self._file.flush()
-
     def close(self) -> None:
         """Wait for the writes in progress, also after a failure."""
         self._file.close()
