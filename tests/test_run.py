@@ -1,5 +1,6 @@
 """Whole runs: the same again, whatever order, encoding, interruption; and ends that are told apart."""
 
+import copy
 import gc
 import hashlib
 import json
@@ -10,9 +11,11 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,9 +29,10 @@ from gluefl.accel.streams import on_side_stream, recorded
 from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator
+from gluefl.clients.optimisers import Clipped
 from gluefl.clients.residuals import Residuals
 from gluefl.clients.residuals import file as record_file
-from gluefl.clients.rules import LocalSGD
+from gluefl.clients.rules import Context, Final, LocalSGD, Schedule
 from gluefl.clients.schedules import Falling
 from gluefl.clients.trainers.loop import Loop
 from gluefl.core.optimizer import Server
@@ -37,8 +41,10 @@ from gluefl.experiments.bench.round import Work, setting
 from gluefl.fleet import Fleet
 from gluefl.randomness import stream
 from gluefl.simulation import engines as engines_module
+from gluefl.simulation.folder import describe
 from gluefl.simulation.lookahead import LookAhead, Trained
 from gluefl.simulation.round import play
+from gluefl.simulation.settings import Setting
 from gluefl.storage.checkpoint import read_manifest, rounds_in
 from gluefl.storage.journal import SUMMED, Totals, mean_accuracy, read, unreachable
 from gluefl.strategies import Space
@@ -376,6 +382,101 @@ def test_another_schedule_is_not_resumed(tmp_path) -> None:
     with pytest.raises(UsageError, match=r"training\.schedule\.rounds = 4"):
         small_run(out=tmp_path / "run", resume=True, training=long)
     assert small_run(out=tmp_path / "run", resume=True, rounds=4, training=short).summary["rounds"] == 4
+
+
+class Scaling:
+    """A hook that is no dataclass."""
+
+    def __init__(self, factor: Any) -> None:
+        self.factor, self.calls = factor, 0
+
+    def on_delta(self, delta: Tensor, task: Any) -> Tensor:
+        self.calls += 1
+        return delta * self._used
+
+    def on_sum(self, total: Tensor, uploads: Any, round: int) -> Tensor:
+        return total
+
+    @cached_property
+    def _used(self) -> float:
+        return float(torch.as_tensor(getattr(self.factor, "factor", self.factor)).sum())
+
+
+class Rescaling(Scaling):
+    """The same attributes, another type."""
+
+
+@dataclass(frozen=True)
+class Plain(Schedule):
+    """A rule of one's own."""
+
+    def init(self, context: Context) -> tuple[()]:
+        return ()
+
+    def step(self, state: Any, weights: Tensor, gradient: Tensor, context: Context) -> tuple[Any, Tensor]:
+        return state, weights - context.lr * gradient
+
+    def final(self, state: Any, weights: Tensor, context: Context) -> Final:
+        return Final(weights - context.start)
+
+
+@dataclass(frozen=True)
+class Signed(Plain):
+    """The same fields, another step."""
+
+    def step(self, state: Any, weights: Tensor, gradient: Tensor, context: Context) -> tuple[Any, Tensor]:
+        return state, weights - context.lr * gradient.sign()
+
+
+def hooks(*factors: Any) -> dict[str, Any]:
+    return {"hooks": tuple(map(Scaling, factors))}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"training": Clipped(Plain(2))}, {"training": Clipped(Signed(2))}),
+        ({"training": LocalSGD(schedule=Scaling(0.1).on_delta)}, {"training": LocalSGD(schedule=Scaling(1).on_delta)}),
+        (hooks(1.0), hooks(0.0)),
+        (hooks(1.0), {"hooks": (Rescaling(1.0),)}),
+        (hooks((1.0, 2.0)), hooks((1.0, 3.0))),
+        (hooks(torch.ones(2)), hooks(torch.zeros(2))),
+        (hooks(np.ones(2)), hooks(np.zeros(2))),
+        (hooks([0.0] * 999), hooks([0.0] * 998 + [1.0])),
+        (hooks(Scaling(1.0)), hooks(Scaling(0.0))),
+        (hooks(partial(Scaling, 1.0)), hooks(partial(Scaling, 0.0))),
+        (hooks(nn.Linear(2, 2)), hooks(nn.Linear(2, 2))),
+    ],
+    ids=lambda parts: str(next(iter(parts))),
+)
+def test_a_part_of_another_type_or_with_other_attributes_has_another_description(before, after) -> None:
+    same, other = (description(**copy.deepcopy(parts)) for parts in (before, after))
+    assert same == description(**before) != other and " at 0x" not in same and len(same) < 2000
+
+
+def description(**parts: Any) -> str:
+    return describe(mlp(), Blobs(), FedAvg(), Uniform(4), Setting(**parts), options())
+
+
+def test_an_object_that_holds_itself_can_be_described() -> None:
+    hook = Scaling(1.0)
+    hook.factor = [hook, {"hook": hook}]
+    assert 'factor = ["Scaling", { hook = "Scaling" }]' in description(hooks=(hook,))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ({"training": Clipped(Plain(2))}, {"training": Clipped(Signed(2))}, r'training\.rule\.type = "Signed"'),
+        (hooks(1.0), hooks(0.0), '"factor": 0.0'),
+    ],
+    ids=["rule", "hook"],
+)
+def test_other_parts_inside_of_parts_are_not_resumed(before, after, says, tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=3, **copy.deepcopy(before))
+    with pytest.raises(UsageError, match=says):
+        small_run(out=tmp_path / "run", resume=True, **after)
+    assert small_run(out=tmp_path / "run", resume=True, rounds=4, **before).summary["rounds"] == 4
 
 
 @dataclass(frozen=True)

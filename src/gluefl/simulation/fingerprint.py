@@ -22,6 +22,7 @@ from gluefl.populations.held_out import HeldOut
 from gluefl.populations.inputs import applied, parts
 from gluefl.randomness import stream
 from gluefl.storage import toml
+from gluefl.storage.described import add_tensors
 from gluefl.vectors.layout import Layout
 
 # How far outputs and losses may differ, relatively: another CPU rounds differently, a GPU also rounds the factors of
@@ -60,9 +61,9 @@ def fingerprint(module: nn.Module, layout: Layout, population: Population, loss:
     for samples in (test, *(population.train(client) for client in clients[:READ])):
         if not isinstance(samples.inputs, Tensor):
             digest.update(repr(sorted(samples.inputs) if isinstance(samples.inputs, Mapping) else "tuple").encode())
-        _add(digest, *parts(samples.inputs), samples.labels)
+        add_tensors(digest, *parts(samples.inputs), samples.labels)
     structure = hashlib.blake2b(f"{module!r}".encode() + layout.fingerprint, digest_size=8)
-    _add(structure, *module.parameters(), *module.buffers())  # frozen ones, too
+    add_tensors(structure, *module.parameters(), *module.buffers())  # frozen ones, too
     outputs, losses = _probe(module, population, test, loss)
     return Fingerprint(
         population=_parameters(population),
@@ -96,13 +97,6 @@ def _parameters(population: Population) -> dict[str, Any]:
         for name, value in values.items()
         if isinstance(value, bool | int | float) or (isinstance(value, str) and os.sep not in value)
     }
-
-
-def _add(digest: "hashlib.blake2b", *tensors: Tensor) -> None:
-    for tensor in tensors:
-        digest.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
-        if tensor.numel():  # a tensor without elements may have a stride that `view` refuses
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def check_same(before: Fingerprint, current: Fingerprint) -> None:

@@ -5,7 +5,7 @@ import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from gluefl.simulation.fingerprint import Fingerprint, check_same
 from gluefl.simulation.settings import Options, Setting
 from gluefl.storage import checkpoint, columns, toml
 from gluefl.storage.client_log import ClientLog
+from gluefl.storage.described import described
 from gluefl.storage.journal import ACCURACY, Journal
 from gluefl.storage.names import CHECKPOINT, CHECKSUMS, CONFIG, JOURNAL, MODEL, SUMMARY
 from gluefl.storage.sealed import seal
@@ -196,10 +197,10 @@ def describe(
         "devices": setting.devices,
         "arrivals": setting.arrivals,
     }
-    tables = {key: _table(part) for key, part in parts.items() if part is not None}
+    tables = {key: described(part) for key, part in parts.items() if part is not None}
     if evaluation := _evaluation(population, setting):
         tables["evaluation"] = evaluation
-    return toml.dumps({**scalars, **tables, "hooks": [_table(hook) for hook in setting.hooks]})
+    return toml.dumps({**scalars, **tables, "hooks": [described(hook) for hook in setting.hooks]})
 
 
 def _evaluation(population: Population, setting: Setting) -> dict[str, Any]:
@@ -212,9 +213,3 @@ def _evaluation(population: Population, setting: Setting) -> dict[str, Any]:
     elif hasattr(population, "validation"):
         table["held_out"] = "own"
     return table
-
-
-def _table(part: object) -> dict[str, Any]:
-    """A part by its type and, if it is a dataclass, its parameters."""
-    parameters = asdict(part) if is_dataclass(part) and not isinstance(part, type) else {}
-    return {"type": type(part).__name__, **parameters}
