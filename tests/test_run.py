@@ -4,6 +4,7 @@ import copy
 import gc
 import hashlib
 import json
+import math
 import re
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from gluefl.accel.streams import on_side_stream, recorded
 from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator
+from gluefl.clients.metrics import TOP_1, Metric, right_labels, top_1
 from gluefl.clients.optimisers import Clipped
 from gluefl.clients.residuals import Residuals
 from gluefl.clients.residuals import file as record_file
@@ -47,6 +49,7 @@ from gluefl.simulation.round import play
 from gluefl.simulation.settings import Setting
 from gluefl.storage.checkpoint import read_manifest, rounds_in
 from gluefl.storage.journal import SUMMED, Totals, mean_accuracy, read, unreachable
+from gluefl.storage.sealed import seal, unseal
 from gluefl.strategies import Space
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
@@ -364,6 +367,10 @@ def snapshot(folder: Path) -> dict[str, bytes]:
         {"sampler": Uniform(4)},
         {"training": LocalSGD(steps=3)},
         {"server": Server(0.5)},
+        {"evaluate_every": 4},
+        {"average": 3},
+        {"metric": Metric("accuracy", right_labels, format="percent")},  # the name of another one
+        {"metric": Metric("accuracy", top_1, format="percent", final=math.sqrt)},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -373,6 +380,27 @@ def test_another_configuration_is_not_resumed(change, tmp_path) -> None:
     with pytest.raises(UsageError, match="another configuration"):
         small_run(out=tmp_path / "run", resume=True, **change)
     assert snapshot(tmp_path) == before
+
+
+def test_the_batch_of_an_evaluation_may_change_where_the_metric_does_not_depend_on_it(tmp_path) -> None:
+    own = Metric("best batch", lambda outputs, labels: top_1(outputs, labels).max())
+    for metric in (TOP_1, own):
+        small_run(out=tmp_path / metric.name, rounds=3, metric=metric)
+    small_run(out=tmp_path / "accuracy", rounds=4, evaluation_batch=7, resume=True)
+    with pytest.raises(UsageError, match=r"evaluation\.batch = 7"):
+        small_run(out=tmp_path / "best batch", rounds=4, metric=own, evaluation_batch=7, resume=True)
+
+
+def test_a_run_whose_description_says_less_is_of_an_earlier_version(tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=3)
+    for path in (tmp_path / "run" / "checkpoint").glob("state-*.json"):
+        manifest, _ = unseal(path.read_bytes())
+        text = manifest["notes"]["config"]
+        manifest["notes"]["config"] = text.replace("[evaluation]\nevery = 5\naverage = 5\n", "")
+        assert len(manifest["notes"]["config"]) < len(text)
+        path.write_bytes(seal(manifest, allow_nan=True))
+    with pytest.raises(UsageError, match="It was written by an earlier version of gluefl"):
+        small_run(out=tmp_path / "run", resume=True)
 
 
 def test_another_schedule_is_not_resumed(tmp_path) -> None:

@@ -13,21 +13,23 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from gluefl import files
+from gluefl.clients.metrics import METRICS
 from gluefl.core.sampling import Sampler
 from gluefl.core.server import State
 from gluefl.errors import Damaged, UsageError
 from gluefl.populations import Population
 from gluefl.populations.held_out import HeldOut
 from gluefl.simulation.fingerprint import Fingerprint, check_same
-from gluefl.simulation.settings import Options, Setting
+from gluefl.simulation.settings import Evaluation, Options, Setting
 from gluefl.storage import checkpoint, columns, toml
 from gluefl.storage.client_log import ClientLog
-from gluefl.storage.described import described
+from gluefl.storage.described import EARLIER, described
 from gluefl.storage.journal import ACCURACY, Journal
 from gluefl.storage.names import CHECKPOINT, CHECKSUMS, CONFIG, JOURNAL, MODEL, SUMMARY
 from gluefl.storage.sealed import seal
 from gluefl.strategies import Strategy
 
+EVERY = "evaluation.every"  # which earlier versions did not note of runs made in Python
 # What may differ when a run goes on, by dotted key.
 MOVABLE = {
     "rounds",
@@ -136,8 +138,9 @@ class RunFolder:
         before, now = _fixed(old), _fixed(self.description)
         if before != now:
             lines = "\n".join(f"  {line}" for line in sorted(set(before) ^ set(now)))
+            hint = "" if any(line.startswith(f"{EVERY} = ") for line in before) else EARLIER
             raise UsageError(
-                f"{self.path} holds a run of another configuration, it cannot be resumed with this one. "
+                f"{self.path} holds a run of another configuration, it cannot be resumed with this one.{hint} "
                 f"They differ in:\n{lines}"
             )
 
@@ -198,16 +201,19 @@ def describe(
         "arrivals": setting.arrivals,
     }
     tables = {key: described(part) for key, part in parts.items() if part is not None}
-    if evaluation := _evaluation(population, setting):
-        tables["evaluation"] = evaluation
+    tables["evaluation"] = _evaluation(population, setting.evaluation)
     return toml.dumps({**scalars, **tables, "hooks": [described(hook) for hook in setting.hooks]})
 
 
-def _evaluation(population: Population, setting: Setting) -> dict[str, Any]:
-    """What is measured and on which samples, where that is not the accuracy on the test samples."""
-    score, table = setting.evaluation.metric.score, dict[str, Any]()
-    if score != ACCURACY:
-        table |= score.keys()
+def _evaluation(population: Population, evaluation: Evaluation) -> dict[str, Any]:
+    """When the model is measured, what is measured and on which samples; the accuracy on the test samples is not
+    named."""
+    metric, table = evaluation.metric, dict[str, Any](every=evaluation.every, average=evaluation.average)
+    if metric.score != ACCURACY:
+        table |= metric.score.keys()
+    if metric not in METRICS.values():  # a function of one's own may depend on the batch
+        own = described(metric)
+        table |= {"function": own["function"], "final": own["final"], "batch": evaluation.batch}
     if isinstance(population, HeldOut):
         table |= {"held_out": population.by, "held_out_share": population.share, "held_out_seed": population.seed}
     elif hasattr(population, "validation"):

@@ -88,7 +88,7 @@ def train(
         sim, state = held.enter_context(_simulation(core, module, population, setting, options))
         folder, journal = None, Journal(clients=options.journal_clients)
         if options.folder is not None:
-            identity = fingerprint(module, sim.core.layout, population, setting.loss)
+            identity = fingerprint(module, sim.core.layout, population, setting.loss, evaluation.metric)
             folder = RunFolder(options.folder, description, identity, sim.stores, options.checkpoints_kept)
             held.enter_context(folder.locked(options.resume, state))
             journal = Journal(options.folder / JOURNAL, options.journal_clients)
