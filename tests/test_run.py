@@ -40,6 +40,8 @@ from gluefl.clients.trainers.loop import Loop
 from gluefl.core.optimizer import Server
 from gluefl.errors import DataError, GlueFLError, UsageError
 from gluefl.experiments.bench.round import Work, setting
+from gluefl.experiments.runs import read_run
+from gluefl.experiments.studies.measures import MEASURES
 from gluefl.fleet import Fleet
 from gluefl.randomness import stream
 from gluefl.simulation import engines as engines_module
@@ -48,12 +50,14 @@ from gluefl.simulation.lookahead import LookAhead, Trained
 from gluefl.simulation.round import play
 from gluefl.simulation.settings import Setting
 from gluefl.storage.checkpoint import read_manifest, rounds_in
-from gluefl.storage.journal import SUMMED, Totals, mean_accuracy, read, unreachable
+from gluefl.storage.evaluations import unreachable
+from gluefl.storage.journal import SUMMED, Totals, mean_accuracy, read
 from gluefl.storage.sealed import seal, unseal
 from gluefl.strategies import Space
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse
+from gluefl.watching.stopping import EarlyStopping
 from runs import KILLED_AT, ROUNDS, options, small_run
 from stubs import Blobs, mlp
 
@@ -770,6 +774,27 @@ def test_a_target_is_called_unreachable_where_no_accuracy_reaches_it(rounds, eve
         for name, number in proposed.items():
             changed = {"rounds": rounds, "every": every, "average": average} | {name: number}
             assert unreachable(0.5, **changed) is None
+
+
+@pytest.mark.parametrize("every", [1, 4, 5])
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_run_that_was_given_more_rounds_counts_no_other_evaluations(every, stops, undisturbed, tmp_path) -> None:
+    """Its journal has an evaluation more, that of its earlier last round."""
+    target = sorted(line["accuracy"] for line in undisturbed("gluefl")[0] if line["accuracy"] is not None)[1]
+    parts = {"evaluate_every": every, "average": 2, "target": target, "stop_at_target": stops}
+    parts |= {"callbacks": [] if stops else [EarlyStopping(patience=2)]}
+    whole = small_run(out=tmp_path / "whole", **parts)
+    for rounds in (3, 7):
+        small_run(out=tmp_path / "run", rounds=rounds, resume=rounds > 3, **parts)
+    extended = small_run(out=tmp_path / "run", resume=True, **parts)
+    assert extended.summary == whole.summary
+    extra = [
+        one["round"] for one, other in zip(extended.journal, whole.journal) if one["accuracy"] != other["accuracy"]
+    ]
+    assert extra == ([] if every == 1 else [3, 7])
+    one, other = (read_run(tmp_path / name) for name in ("run", "whole"))
+    assert one.smoothed == other.smoothed and one.summarised(0.5) == other.summarised(0.5)
+    assert MEASURES["accuracy"].of(one, None) == MEASURES["accuracy"].of(other, None)
 
 
 def test_a_target_that_cannot_be_reached_is_said_before_the_first_round() -> None:

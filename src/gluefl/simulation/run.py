@@ -39,6 +39,7 @@ from gluefl.simulation.process import device_of
 from gluefl.simulation.result import Result, percentiles
 from gluefl.simulation.round import Player, play
 from gluefl.simulation.settings import Options, Setting
+from gluefl.storage.evaluations import Spacing
 from gluefl.storage.journal import Journal, Totals
 from gluefl.storage.names import CHECKPOINT, JOURNAL
 from gluefl.strategies import Space, Strategy
@@ -94,11 +95,10 @@ def train(
             journal = Journal(options.folder / JOURNAL, options.journal_clients)
             state = folder.open(state, journal)
         check_shapes(module, population, setting)
-        totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, evaluation.metric.score)
-        evaluator = Evaluator(
-            module, sim.core.layout, population, setting.loss, evaluation.metric, evaluation.batch, device
-        )
-        goal = Goal(evaluation.metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average)
+        metric, spacing = evaluation.metric, Spacing(evaluation.every, rounds)
+        totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, metric.score, spacing)
+        evaluator = Evaluator(module, core.layout, population, setting.loss, metric, evaluation.batch, device)
+        goal = Goal(metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average, spacing)
         watched = _watched(sim, module, rounds, goal, description, options, journal)
         loop = Loop(rounds, evaluation, options, watched)
         first = [state]  # handed over: it would stay in memory for the whole run
