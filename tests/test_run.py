@@ -545,6 +545,15 @@ def test_a_state_of_which_a_checkpoint_could_not_be_read_is_refused(tmp_path) ->
         small_run(strategy=Remembering(True), sampler=Uniform(4), out=tmp_path / "late")
 
 
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_rounds_cannot_be_taken_back(rounds, tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=3)
+    before = snapshot(tmp_path)
+    with pytest.raises(UsageError, match=f"a run of 3 rounds, it cannot be resumed with rounds = {rounds}"):
+        small_run(out=tmp_path / "run", rounds=rounds, resume=True)
+    assert snapshot(tmp_path) == before
+
+
 def test_another_model_is_not_resumed(tmp_path) -> None:
     small_run(out=tmp_path / "run", rounds=3)
     with pytest.raises(GlueFLError, match="the module or its initial weights changed"):

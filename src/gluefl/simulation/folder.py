@@ -48,6 +48,7 @@ class RunFolder:
     path: Path
     description: str
     identity: Fingerprint
+    rounds: int
     stores: Mapping[str, checkpoint.Store] = field(default_factory=dict)
     keep: int = checkpoint.KEPT  # checkpoints
     types: dict[str, Any] = field(default_factory=dict)  # in the state before round 1, once the folder is locked
@@ -71,6 +72,7 @@ class RunFolder:
         if found is not None:
             self._check_configuration(found.note("config"))
             check_same(Fingerprint(**found.note("fingerprint")), self.identity)
+            self._check_rounds(found.round)
             self._report(found)
             state = checkpoint.load(found, fresh, self.stores)
         else:
@@ -131,6 +133,14 @@ class RunFolder:
         if not config.exists() or not same_configuration(config.read_text("utf-8", "replace"), found.note("config")):
             warnings.warn(
                 f"{config} is not as the run wrote it; it is written again from the checkpoint's copy", stacklevel=5
+            )
+
+    def _check_rounds(self, played: int) -> None:
+        """Rounds can be added, but not taken back."""
+        if played > self.rounds:
+            raise UsageError(
+                f"{self.path} holds a run of {played} rounds, it cannot be resumed with rounds = {self.rounds}: "
+                f"give at least {played}, or start another run in another folder."
             )
 
     def _check_configuration(self, old: str) -> None:

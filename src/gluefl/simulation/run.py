@@ -90,7 +90,7 @@ def train(
         folder, journal = None, Journal(clients=options.journal_clients)
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss, evaluation.metric)
-            folder = RunFolder(options.folder, description, identity, sim.stores, options.checkpoints_kept)
+            folder = RunFolder(options.folder, description, identity, rounds, sim.stores, options.checkpoints_kept)
             held.enter_context(folder.locked(options.resume, state))
             journal = Journal(options.folder / JOURNAL, options.journal_clients)
             state = folder.open(state, journal)
