@@ -84,6 +84,12 @@ class Run:
         return bool(self.lines) and all(line.get("clock_s") is not None for line in self.lines)
 
     @property
+    def stops(self) -> bool:
+        """Whether late clients were told to stop, and were charged a part of their packages; if unknown, they were."""
+        tables = ("fleet", "arrivals")  # of a configuration, of a run made in Python
+        return any(self.config.get(f"{table}.stop_late_downloads", not self.config) for table in tables)
+
+    @property
     def progress(self) -> str:
         """The rounds done so far, empty if the run is finished."""
         total = f" of {self.config['rounds']}" if "rounds" in self.config else ""
