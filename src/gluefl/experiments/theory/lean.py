@@ -18,6 +18,7 @@ from gluefl.parameters import Count, Decay, NonNegativeCount, OpenShare, Positiv
 from gluefl.storage.journal import clients_of
 from gluefl.strategies.lean import Lean
 from gluefl.wire.compact import HEADER_BYTES
+from gluefl.wire.messages import AROUND_BYTES
 from gluefl.wire.rotated import rotated_codec
 
 TENSOR_BYTES = 4  # what a package says of a tensor: number of positions, exponent, Rice parameters
@@ -123,9 +124,9 @@ def mean_bytes(stale: Floats, returning: Floats, first: Floats) -> float:
 
 def model_of(summary: Mapping[str, Any], tensors: int) -> Model:
     """The model of a run, from its summary; the number of tensors is not part of it."""
-    entries = int(summary["model_bytes"]) // 4
+    entries = (int(summary["model_bytes"]) - AROUND_BYTES) // 4  # the whole model, as FedAvg sends it in float32
     weights = int(summary.get("parameters", entries))
-    return Model(weights, max(0, entries - weights - HEADER_BYTES), tensors)
+    return Model(weights, max(0, entries - weights), tensors)
 
 
 def movement_of(lines: Sequence[Mapping[str, Any]], model: Model, stopped: bool = True) -> Movement:
