@@ -454,6 +454,7 @@ def test_a_folder_that_holds_another_run_is_not_touched(config, tmp_path) -> Non
     for more, says in (
         ([], "holds a run already"),
         (["--resume", "--set", "training.lr=0.5"], "another configuration"),
+        (["--resume", "--set", "rounds=1"], "it cannot be resumed with rounds = 1"),
     ):
         result = gluefl("run", config, "--out", out, *more)
         assert result.exit_code == 2 and says in result.stderr

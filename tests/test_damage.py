@@ -23,6 +23,7 @@ from torch import nn
 
 from gluefl import load
 from gluefl.cli import main
+from gluefl.clients.metrics import Metric
 from gluefl.clients.residuals import Residuals
 from gluefl.clients.residuals.index import read_index
 from gluefl.core.register import VALUE_BITS
@@ -355,6 +356,13 @@ def smooth_loss(smoothing: float):
     return loss
 
 
+def metric(wrong: bool):
+    def accuracy(outputs, labels):
+        return (outputs.argmax(1) == labels).float() * (1 - wrong)
+
+    return Metric("accuracy", accuracy, format="percent")
+
+
 CHANGES = {
     "data": ({"population": Edited()}, {"population": Edited(edited=(21,))}, "the data of the population"),
     "seed": ({"population": Blobs(seed=0)}, {"population": Blobs(seed=3)}, "the parameters of the population"),
@@ -365,6 +373,7 @@ CHANGES = {
     ),
     "loss": ({"loss": smooth_loss(0.0)}, {"loss": smooth_loss(0.05)}, "the loss changed"),
     "name of the loss": ({}, {"loss": partial(nn.functional.cross_entropy, ignore_index=-7)}, "the loss changed"),
+    "metric": ({"metric": metric(False)}, {"metric": metric(True)}, "the metric changed"),
 }
 
 

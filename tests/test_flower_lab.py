@@ -33,6 +33,7 @@ from gluefl.randomness import stream
 from gluefl.simulation.channel import Encoded
 from gluefl.simulation.parts import Simulation
 from gluefl.simulation.round import play
+from gluefl.storage.sealed import seal, unseal
 from gluefl.strategies import Space, Traits
 from gluefl.strategies.lean import Lean
 from gluefl.strategies.registry import row_of
@@ -297,3 +298,42 @@ def test_a_run_with_an_optimiser_and_hooks_of_ones_own_goes_on(tmp_path) -> None
     ):
         with pytest.raises(UsageError, match="other settings"):
             on_flower(other, nodes, 8, tmp_path / "run")
+
+
+class Louder:
+    """A hook that is no dataclass, with a part that is one."""
+
+    def __init__(self, part: ClipAndNoise) -> None:
+        self.part = part
+
+    def on_delta(self, delta: Tensor, task) -> Tensor:
+        return self.part.on_delta(delta, task)
+
+    def on_sum(self, total: Tensor, uploads, round: int) -> Tensor:
+        return self.part.on_sum(total, uploads, round)
+
+
+@dataclass(frozen=True)
+class ClipOnly(ClipAndNoise):
+    """The same fields, another sum."""
+
+    def on_sum(self, total: Tensor, uploads, round: int) -> Tensor:
+        return total
+
+
+def test_a_run_with_other_parts_inside_of_its_hooks_does_not_go_on(tmp_path) -> None:
+    parts = replace(PARTS[-1], hooks=(Louder(ClipAndNoise()),))
+    nodes = nodes_of(parts, tmp_path / "nodes")
+    on_flower(parts, nodes, 3, tmp_path / "run")
+    for hook in (Louder(ClipAndNoise(2.0)), Louder(ClipOnly())):
+        with pytest.raises(UsageError, match="other settings") as refused:
+            on_flower(replace(parts, hooks=(hook,)), nodes, 5, tmp_path / "run")
+        assert "earlier version" not in str(refused.value)
+    for path in (tmp_path / "run" / "checkpoint").glob("state-*.json"):  # as written without parts of hooks
+        manifest, _ = unseal(path.read_bytes())
+        notes = manifest["notes"]
+        del notes["described"]
+        notes["settings"]["hooks"] = [{"name": "Louder"}]
+        path.write_bytes(seal(manifest, allow_nan=True))
+    with pytest.raises(UsageError, match="It was written by an earlier version of gluefl"):
+        on_flower(parts, nodes, 5, tmp_path / "run")

@@ -240,8 +240,12 @@ def test_missing_shares_grow_from_q_and_are_exact_in_the_first_round() -> None:
 
 
 def test_a_measured_curve_is_read_from_a_journal() -> None:
-    clients = [{"staleness": [None, 1, 3], "down_bytes": [100, 20, 40]}, {"staleness": [1, 3], "down_bytes": [30, 40]}]
+    clients = [
+        {"id": [5, 6, 7], "staleness": [None, 1, 3], "down_bytes": [100, 20, 40], "fate": ["used"] * 3},
+        {"id": [6, 8, 7], "staleness": [1, 1, 3], "down_bytes": [30, 1, 40], "fate": ["used", "late", "used"]},
+    ]  # 8 was told to stop when it had received one byte
     found = measured_share([{"clients": some} for some in clients], 100, 5)
     assert found == pytest.approx([0.25, 0.325, 0.4, 0.4, 0.4])
     with pytest.raises(UsageError, match="invited twice"):
-        measured_share([{"clients": {"staleness": [None], "down_bytes": [100]}}], 100, 5)
+        first = {"id": [5], "staleness": [None], "down_bytes": [100], "fate": ["used"]}
+        measured_share([{"clients": first}], 100, 5)

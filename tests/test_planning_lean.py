@@ -1,6 +1,8 @@
 """The plan for lean: laws of what its messages weigh, and the journal and codec of a real run."""
 
 import json
+import tomllib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 from gluefl import FedAvg, Lean, LocalSGD, Setting, Sticky, Uniform, plan, populations, train
 from gluefl.cli import main
+from gluefl.config import Config, to_toml
 from gluefl.errors import UsageError
 from gluefl.experiments.runs import read_run
 from gluefl.experiments.theory.assumptions import built
@@ -28,6 +31,7 @@ from gluefl.experiments.theory.lean import (
 )
 from gluefl.experiments.theory.staleness import download_share, staleness
 from gluefl.simulation.settings import Evaluation, Options
+from gluefl.storage.toml import flattened
 from gluefl.strategies import Space
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
@@ -105,7 +109,8 @@ def test_the_mean_download_is_the_one_of_shares(rounds, whole, sticky) -> None:
 def test_predicted_packages_agree_with_the_journal_of_a_run(folder) -> None:
     run = read_run(folder)
     model = model_of(run.summary, TENSORS)
-    assert model.weights == sum(p.numel() for p in module().parameters()) and abs(model.statistics - 64) <= 10
+    layout = Layout.of(module())
+    assert (model.weights, model.statistics) == (layout.size, layout.statistics_size)
     movement = movement_of(run.lines, model)
     sizes, invited = dict[tuple[bool, int], list[int]](), set[int]()
     for line in run.lines:
@@ -121,6 +126,15 @@ def test_predicted_packages_agree_with_the_journal_of_a_run(folder) -> None:
         assert float(predict(model, movement, np.array([float(age)]))[0]) == pytest.approx(measured, rel=0.15), age
     up_bytes = run.lines[-1]["up_bytes"] / run.lines[-1]["used"]
     assert upload_bytes(model, Lean()) == pytest.approx(up_bytes, rel=0.01)
+
+
+def test_a_run_says_whether_it_stopped_late_clients(folder) -> None:
+    run = read_run(folder)
+    stopping = {**run.config, "arrivals.stop_late_downloads": True}
+    assert run.config.keys() == stopping.keys() and not run.stops
+    assert replace(run, config=stopping).stops and replace(run, config={}).stops  # unknown
+    table = Config.model_validate({"fleet": {"network": "edge", "stop_late_downloads": True}})
+    assert replace(run, config=flattened(tomllib.loads(to_toml(table)))).stops
 
 
 def test_the_mean_download_of_a_run_agrees_with_its_plan(folder) -> None:
@@ -209,10 +223,11 @@ def test_a_journal_shows_how_statistics_change_and_what_newcomers_miss(changed_s
     for round in range(1, 201):
         known = package_bytes(model, true, np.array(ages, float))
         new = newcomer_bytes(model, true, np.array([round - 1.0]))
-        clients = {
-            "id": [*range(len(ages)), 100 + round],
-            "staleness": [*ages, round - 1],
-            "down_bytes": [*map(float, known), float(new[0])],
+        clients = {  # the last two are told to stop; the one before them was so in its first round, the round before
+            "id": [*range(len(ages)), 100 + round, 999 + round, 98, 1000 + round],
+            "staleness": [*ages, round - 1, round - 1, 3, round - 1],
+            "down_bytes": [*map(float, known), float(new[0]), float(new[0]), 50.0, 60.0],
+            "fate": ["used"] * (len(ages) + 2) + ["late"] * 2,
         }
         lines.append({"round": round, "update_density": true.changed_first if round == 1 else both, "clients": clients})
     read = movement_of(lines, model)

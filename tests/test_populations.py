@@ -8,6 +8,7 @@ import json
 import os
 import struct
 import tracemalloc
+import warnings
 import wave
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gluefl import files as files_module
 from gluefl.errors import DataError, UsageError
 from gluefl.populations import LOADERS, Population, Samples, build, cache, partition
 from gluefl.populations.grouped import enough
@@ -786,9 +788,40 @@ def test_the_cache_is_hit_mapped_and_renewed(tmp_path, rng):
     assert load().names == ("f00", "new") and len(seen) == 2
     (entry,) = cache.folder().iterdir()
     (home,) = entry.iterdir()  # the outdated one is gone, and no temporary one is left
-    (home / "inputs.npy").write_bytes(b"")
-    assert load().names == ("f00", "new") and len(seen) == 3  # a damaged entry is made again
-    assert file.exists()
+    data = (home / "inputs.npy").read_bytes()
+    index = (home / "index.json").read_bytes()
+    for name, damaged in (
+        ("inputs.npy", b""),
+        ("inputs.npy", bytes(len(data))),  # what a power failure leaves of a file that was not synced
+        ("inputs.npy", data[:-1] + bytes([data[-1] ^ 1])),
+        ("index.json", index.replace(b'"inputs"', b'"inputz"')),
+        ("index.json", index[:-5]),
+        ("index.json", b"3"),
+    ):
+        (home / name).write_bytes(damaged)
+        with pytest.warns(UserWarning, match=f"the cached data in {home} are damaged and are made again: "):
+            again = load()
+        assert np.array_equal(again.inputs, load().inputs) and (home / "inputs.npy").read_bytes() == data
+    assert again.names == ("f00", "new") and len(seen) == 8 and file.exists()
+    (home / "index.json").write_text(json.dumps(list(json.loads(index))))  # of an earlier version
+    with warnings.catch_warnings(action="error"):
+        assert load().names == ("f00", "new") and len(seen) == 9
+
+
+def test_the_cache_outlasts_a_power_failure(tmp_path, monkeypatch):
+    """Every file is on the disk before its name is, and all names before the entry has one."""
+    done, rename = [], os.rename
+    monkeypatch.setattr(files_module, "sync_folder", lambda folder: done.append(("folder", folder.name)))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(("file", "")))
+    monkeypatch.setattr(os, "rename", lambda a, b: (done.append(("rename", "")), rename(a, b)))
+    source = tmp_path / "source"
+    source.write_text("x")
+    cache.cached("x", [source], {}, lambda: {"a": np.arange(3)})
+    (place,) = cache.folder().iterdir()
+    kinds = [kind for kind, _ in done]
+    at = kinds.index("rename")
+    assert kinds[:at].count("file") == 2  # the array and the index
+    assert kinds[at - 1] == "folder" and done[at + 1] == ("folder", place.name)
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -1,8 +1,10 @@
 """Whole runs: the same again, whatever order, encoding, interruption; and ends that are told apart."""
 
+import copy
 import gc
 import hashlib
 import json
+import math
 import re
 import signal
 import subprocess
@@ -10,9 +12,11 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,25 +30,34 @@ from gluefl.accel.streams import on_side_stream, recorded
 from gluefl.clients.cohort import Cohort
 from gluefl.clients.engine import LocalEngine
 from gluefl.clients.evaluation import Evaluator
+from gluefl.clients.metrics import TOP_1, Metric, right_labels, top_1
+from gluefl.clients.optimisers import Clipped
 from gluefl.clients.residuals import Residuals
 from gluefl.clients.residuals import file as record_file
-from gluefl.clients.rules import LocalSGD
+from gluefl.clients.rules import Context, Final, LocalSGD, Schedule
 from gluefl.clients.schedules import Falling
 from gluefl.clients.trainers.loop import Loop
 from gluefl.core.optimizer import Server
 from gluefl.errors import DataError, GlueFLError, UsageError
 from gluefl.experiments.bench.round import Work, setting
+from gluefl.experiments.runs import read_run
+from gluefl.experiments.studies.measures import MEASURES
 from gluefl.fleet import Fleet
 from gluefl.randomness import stream
 from gluefl.simulation import engines as engines_module
+from gluefl.simulation.folder import describe
 from gluefl.simulation.lookahead import LookAhead, Trained
 from gluefl.simulation.round import play
+from gluefl.simulation.settings import Setting
 from gluefl.storage.checkpoint import read_manifest, rounds_in
-from gluefl.storage.journal import SUMMED, Totals, mean_accuracy, read, unreachable
+from gluefl.storage.evaluations import unreachable
+from gluefl.storage.journal import SUMMED, Totals, mean_accuracy, read
+from gluefl.storage.sealed import seal, unseal
 from gluefl.strategies import Space
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.mask import Mask
 from gluefl.vectors.sparse import Sparse
+from gluefl.watching.stopping import EarlyStopping
 from runs import KILLED_AT, ROUNDS, options, small_run
 from stubs import Blobs, mlp
 
@@ -358,6 +371,10 @@ def snapshot(folder: Path) -> dict[str, bytes]:
         {"sampler": Uniform(4)},
         {"training": LocalSGD(steps=3)},
         {"server": Server(0.5)},
+        {"evaluate_every": 4},
+        {"average": 3},
+        {"metric": Metric("accuracy", right_labels, format="percent")},  # the name of another one
+        {"metric": Metric("accuracy", top_1, format="percent", final=math.sqrt)},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -369,6 +386,27 @@ def test_another_configuration_is_not_resumed(change, tmp_path) -> None:
     assert snapshot(tmp_path) == before
 
 
+def test_the_batch_of_an_evaluation_may_change_where_the_metric_does_not_depend_on_it(tmp_path) -> None:
+    own = Metric("best batch", lambda outputs, labels: top_1(outputs, labels).max())
+    for metric in (TOP_1, own):
+        small_run(out=tmp_path / metric.name, rounds=3, metric=metric)
+    small_run(out=tmp_path / "accuracy", rounds=4, evaluation_batch=7, resume=True)
+    with pytest.raises(UsageError, match=r"evaluation\.batch = 7"):
+        small_run(out=tmp_path / "best batch", rounds=4, metric=own, evaluation_batch=7, resume=True)
+
+
+def test_a_run_whose_description_says_less_is_of_an_earlier_version(tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=3)
+    for path in (tmp_path / "run" / "checkpoint").glob("state-*.json"):
+        manifest, _ = unseal(path.read_bytes())
+        text = manifest["notes"]["config"]
+        manifest["notes"]["config"] = text.replace("[evaluation]\nevery = 5\naverage = 5\n", "")
+        assert len(manifest["notes"]["config"]) < len(text)
+        path.write_bytes(seal(manifest, allow_nan=True))
+    with pytest.raises(UsageError, match="It was written by an earlier version of gluefl"):
+        small_run(out=tmp_path / "run", resume=True)
+
+
 def test_another_schedule_is_not_resumed(tmp_path) -> None:
     """Its field `rounds` is not the number of rounds of the run, which may change."""
     short, long = (LocalSGD(steps=2, schedule=Falling("linear", 0.5, rounds)) for rounds in (4, 400))
@@ -376,6 +414,101 @@ def test_another_schedule_is_not_resumed(tmp_path) -> None:
     with pytest.raises(UsageError, match=r"training\.schedule\.rounds = 4"):
         small_run(out=tmp_path / "run", resume=True, training=long)
     assert small_run(out=tmp_path / "run", resume=True, rounds=4, training=short).summary["rounds"] == 4
+
+
+class Scaling:
+    """A hook that is no dataclass."""
+
+    def __init__(self, factor: Any) -> None:
+        self.factor, self.calls = factor, 0
+
+    def on_delta(self, delta: Tensor, task: Any) -> Tensor:
+        self.calls += 1
+        return delta * self._used
+
+    def on_sum(self, total: Tensor, uploads: Any, round: int) -> Tensor:
+        return total
+
+    @cached_property
+    def _used(self) -> float:
+        return float(torch.as_tensor(getattr(self.factor, "factor", self.factor)).sum())
+
+
+class Rescaling(Scaling):
+    """The same attributes, another type."""
+
+
+@dataclass(frozen=True)
+class Plain(Schedule):
+    """A rule of one's own."""
+
+    def init(self, context: Context) -> tuple[()]:
+        return ()
+
+    def step(self, state: Any, weights: Tensor, gradient: Tensor, context: Context) -> tuple[Any, Tensor]:
+        return state, weights - context.lr * gradient
+
+    def final(self, state: Any, weights: Tensor, context: Context) -> Final:
+        return Final(weights - context.start)
+
+
+@dataclass(frozen=True)
+class Signed(Plain):
+    """The same fields, another step."""
+
+    def step(self, state: Any, weights: Tensor, gradient: Tensor, context: Context) -> tuple[Any, Tensor]:
+        return state, weights - context.lr * gradient.sign()
+
+
+def hooks(*factors: Any) -> dict[str, Any]:
+    return {"hooks": tuple(map(Scaling, factors))}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"training": Clipped(Plain(2))}, {"training": Clipped(Signed(2))}),
+        ({"training": LocalSGD(schedule=Scaling(0.1).on_delta)}, {"training": LocalSGD(schedule=Scaling(1).on_delta)}),
+        (hooks(1.0), hooks(0.0)),
+        (hooks(1.0), {"hooks": (Rescaling(1.0),)}),
+        (hooks((1.0, 2.0)), hooks((1.0, 3.0))),
+        (hooks(torch.ones(2)), hooks(torch.zeros(2))),
+        (hooks(np.ones(2)), hooks(np.zeros(2))),
+        (hooks([0.0] * 999), hooks([0.0] * 998 + [1.0])),
+        (hooks(Scaling(1.0)), hooks(Scaling(0.0))),
+        (hooks(partial(Scaling, 1.0)), hooks(partial(Scaling, 0.0))),
+        (hooks(nn.Linear(2, 2)), hooks(nn.Linear(2, 2))),
+    ],
+    ids=lambda parts: str(next(iter(parts))),
+)
+def test_a_part_of_another_type_or_with_other_attributes_has_another_description(before, after) -> None:
+    same, other = (description(**copy.deepcopy(parts)) for parts in (before, after))
+    assert same == description(**before) != other and " at 0x" not in same and len(same) < 2000
+
+
+def description(**parts: Any) -> str:
+    return describe(mlp(), Blobs(), FedAvg(), Uniform(4), Setting(**parts), options())
+
+
+def test_an_object_that_holds_itself_can_be_described() -> None:
+    hook = Scaling(1.0)
+    hook.factor = [hook, {"hook": hook}]
+    assert 'factor = ["Scaling", { hook = "Scaling" }]' in description(hooks=(hook,))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ({"training": Clipped(Plain(2))}, {"training": Clipped(Signed(2))}, r'training\.rule\.type = "Signed"'),
+        (hooks(1.0), hooks(0.0), '"factor": 0.0'),
+    ],
+    ids=["rule", "hook"],
+)
+def test_other_parts_inside_of_parts_are_not_resumed(before, after, says, tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=3, **copy.deepcopy(before))
+    with pytest.raises(UsageError, match=says):
+        small_run(out=tmp_path / "run", resume=True, **after)
+    assert small_run(out=tmp_path / "run", resume=True, rounds=4, **before).summary["rounds"] == 4
 
 
 @dataclass(frozen=True)
@@ -410,6 +543,15 @@ def test_a_state_of_which_a_checkpoint_could_not_be_read_is_refused(tmp_path) ->
     assert all(map(torch.equal, resumed.module.parameters(), whole.module.parameters()))
     with pytest.raises(GlueFLError, match=r"a dataclass at strategy\.2 that it did not hold before round 1"):
         small_run(strategy=Remembering(True), sampler=Uniform(4), out=tmp_path / "late")
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_rounds_cannot_be_taken_back(rounds, tmp_path) -> None:
+    small_run(out=tmp_path / "run", rounds=3)
+    before = snapshot(tmp_path)
+    with pytest.raises(UsageError, match=f"a run of 3 rounds, it cannot be resumed with rounds = {rounds}"):
+        small_run(out=tmp_path / "run", rounds=rounds, resume=True)
+    assert snapshot(tmp_path) == before
 
 
 def test_another_model_is_not_resumed(tmp_path) -> None:
@@ -641,6 +783,27 @@ def test_a_target_is_called_unreachable_where_no_accuracy_reaches_it(rounds, eve
         for name, number in proposed.items():
             changed = {"rounds": rounds, "every": every, "average": average} | {name: number}
             assert unreachable(0.5, **changed) is None
+
+
+@pytest.mark.parametrize("every", [1, 4, 5])
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_run_that_was_given_more_rounds_counts_no_other_evaluations(every, stops, undisturbed, tmp_path) -> None:
+    """Its journal has an evaluation more, that of its earlier last round."""
+    target = sorted(line["accuracy"] for line in undisturbed("gluefl")[0] if line["accuracy"] is not None)[1]
+    parts = {"evaluate_every": every, "average": 2, "target": target, "stop_at_target": stops}
+    parts |= {"callbacks": [] if stops else [EarlyStopping(patience=2)]}
+    whole = small_run(out=tmp_path / "whole", **parts)
+    for rounds in (3, 7):
+        small_run(out=tmp_path / "run", rounds=rounds, resume=rounds > 3, **parts)
+    extended = small_run(out=tmp_path / "run", resume=True, **parts)
+    assert extended.summary == whole.summary
+    extra = [
+        one["round"] for one, other in zip(extended.journal, whole.journal) if one["accuracy"] != other["accuracy"]
+    ]
+    assert extra == ([] if every == 1 else [3, 7])
+    one, other = (read_run(tmp_path / name) for name in ("run", "whole"))
+    assert one.smoothed == other.smoothed and one.summarised(0.5) == other.summarised(0.5)
+    assert MEASURES["accuracy"].of(one, None) == MEASURES["accuracy"].of(other, None)
 
 
 def test_a_target_that_cannot_be_reached_is_said_before_the_first_round() -> None:

@@ -284,7 +284,8 @@ def made_up(label: str, accuracies: list[float], seed: int = 1, **changes: Any) 
         }
         for number, accuracy in enumerate(accuracies, 1)
     ]
-    config = Config.model_validate({"evaluation": {"average": 2}, "population": {"clients": 2}, **changes})
+    evaluation = {"every": 1, **changes.pop("evaluation", {"average": 2})}
+    config = Config.model_validate({"population": {"clients": 2}, **changes, "evaluation": evaluation})
     flat = flattened(tomllib.loads(to_toml(config)))
     assert flattened(nested(flat)) == flat
     lines = [{**dict.fromkeys(OPTIONAL), **line} for line in lines]

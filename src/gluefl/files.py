@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ if sys.platform != "win32":
 
 TEMPORARY = ".tmp"  # ends the name of a file that is being written
 DIGEST_BYTES = 16
+PART_BYTES = 2**20  # that are read at once
 
 
 @contextmanager
@@ -79,6 +81,15 @@ def digest_of(path: Path) -> str:
     """The checksum of a file, read in parts."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()
+
+
+def crc_of(path: Path) -> str:
+    """The CRC-32 of a file: in a quarter of the time, for gigabytes that are checked whenever they are opened."""
+    crc = 0
+    with open(path, "rb") as file:
+        while part := file.read(PART_BYTES):
+            crc = zlib.crc32(part, crc)
+    return f"{crc:08x}"
 
 
 class Growing:

@@ -10,6 +10,7 @@ from rich.progress import TaskID
 from gluefl.experiments.grid import RunSpec
 from gluefl.experiments.runs import JournalTail
 from gluefl.scores import SCORES
+from gluefl.storage.evaluations import Spacing
 from gluefl.watching import Goal
 from gluefl.watching.progress import bars, line_of
 from gluefl.watching.status import Status
@@ -88,4 +89,5 @@ class RunProgress:
 def _status(spec: RunSpec) -> Status:
     table = spec.config.evaluation
     score = SCORES[table.metric].on("test" if table.held_out is None else "validation")
-    return Status(Goal(score, spec.config.target, table.average))
+    spacing = Spacing(table.every, spec.config.rounds)
+    return Status(Goal(score, spec.config.target, table.average, spacing))

@@ -16,7 +16,7 @@ from gluefl.config import to_toml
 from gluefl.errors import Diverged, Interrupted, UsageError
 from gluefl.experiments.grid import RunSpec, check
 from gluefl.experiments.progress import GridProgress
-from gluefl.storage.journal import unreachable
+from gluefl.storage.evaluations import unreachable
 from gluefl.storage.names import CHECKPOINT, CONFIG, FAILURE, SUMMARY
 from gluefl.watching import Callback
 

@@ -15,13 +15,14 @@ from typing import Any
 
 from gluefl.errors import UsageError
 from gluefl.scores import Score
+from gluefl.storage.evaluations import Spacing
 from gluefl.storage.journal import Line, summarise
 from gluefl.storage.journal import read as read_journal
 from gluefl.storage.names import CONFIG, FAILURE, JOURNAL, SUMMARY
 from gluefl.storage.toml import flattened
 
-AVERAGE, CLIENTS = "evaluation.average", "population.clients"
-NUMBERS = ("rounds", "seed", "target", AVERAGE, CLIENTS)  # keys of a configuration that are computed with
+AVERAGE, EVERY, CLIENTS = "evaluation.average", "evaluation.every", "population.clients"
+NUMBERS = ("rounds", "seed", "target", AVERAGE, EVERY, CLIENTS)  # keys of a configuration that are computed with
 REQUIRED = ("round", "invited", "used", "down_bytes", "up_bytes", "accuracy")
 NAMED = ("metric", "higher_is_better", "metric_format", "evaluated_on", "test_accuracy")
 OPTIONAL = (
@@ -68,6 +69,11 @@ class Run:
         return int(self.config.get(AVERAGE, 5))
 
     @property
+    def spacing(self) -> Spacing:
+        """After which rounds it is evaluated."""
+        return _spacing(self.config, self.lines)
+
+    @property
     def model_bytes(self) -> int:
         """The size of the whole model in one message."""
         return int(self.summary["model_bytes"])
@@ -78,6 +84,12 @@ class Run:
         return bool(self.lines) and all(line.get("clock_s") is not None for line in self.lines)
 
     @property
+    def stops(self) -> bool:
+        """Whether late clients were told to stop, and were charged a part of their packages; if unknown, they were."""
+        tables = ("fleet", "arrivals")  # of a configuration, of a run made in Python
+        return any(self.config.get(f"{table}.stop_late_downloads", not self.config) for table in tables)
+
+    @property
     def progress(self) -> str:
         """The rounds done so far, empty if the run is finished."""
         total = f" of {self.config['rounds']}" if "rounds" in self.config else ""
@@ -86,7 +98,7 @@ class Run:
     @cached_property
     def smoothed(self) -> list[tuple[int, float]]:
         """Round and mean metric of the last `average` evaluations, from the first complete mean on."""
-        seen = [(line["round"], line["accuracy"]) for line in self.lines if line["accuracy"] is not None]
+        seen = [(line["round"], line["accuracy"]) for line in self.lines if self.spacing.counts(line)]
         means = []
         for end in range(self.average, len(seen) + 1):
             window = [accuracy for _, accuracy in seen[end - self.average : end]]
@@ -115,7 +127,11 @@ class Run:
         if target == self.target:
             return self.summary
         named = {key: self.summary[key] for key in NAMED if key in self.summary}
-        return summarise(self.lines, target, self.average, self.model_bytes, self.score) | named
+        return self.summarised(target) | named
+
+    def summarised(self, target: float | None) -> dict[str, Any]:
+        """The summary of its lines."""
+        return summarise(self.lines, target, self.average, self.model_bytes, self.score, self.spacing)
 
     def size(self, key: str) -> int | None:
         """A size of its sampler (`cohort`, `sticky_size`, `sticky_cohort`)."""
@@ -150,7 +166,7 @@ def read_run(path: Path) -> Run:
     if not complete or "window_rounds" not in summary:  # not finished, or of an earlier version
         target, average = config.get("target", summary.get("target")), int(config.get(AVERAGE, 5))
         size = summary.get("model_bytes") or _model_bytes(lines, config)
-        totals = summarise(lines, target, average, size, Score.of_config(config))
+        totals = summarise(lines, target, average, size, Score.of_config(config), _spacing(config, lines))
         summary = {"strategy": summary.get("strategy")} | totals
     failure = _failure(path / FAILURE)
     if failure is not None:
@@ -199,6 +215,11 @@ def _config(path: Path) -> tuple[dict[str, Any], list[str]]:
     odd = [key for key in NUMBERS if not isinstance(config.get(key, 0), int | float)]
     marks = [f"config.toml: {', '.join(odd)} cannot be read"] if odd else []
     return {key: value for key, value in config.items() if key not in odd}, marks
+
+
+def _spacing(config: Mapping[str, Any], lines: Sequence[Line]) -> Spacing:
+    """What is not in the configuration: the spacing of runs of earlier versions, the last round of those in Python."""
+    return Spacing(max(1, int(config.get(EVERY, 1))), int(config.get("rounds", len(lines))))
 
 
 def _summary(path: Path) -> dict[str, Any]:

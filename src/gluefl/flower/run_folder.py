@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from gluefl import files, wire
 from gluefl.core.server import Core
 from gluefl.errors import Damaged, UsageError
 from gluefl.storage import checkpoint
+from gluefl.storage.described import EARLIER, FORMAT, described
 from gluefl.storage.journal import Journal
 from gluefl.storage.names import CHECKPOINT, JOURNAL
 from gluefl.strategies import Strategy
@@ -50,6 +51,7 @@ class Saved:
             "accepted": {str(client): list(last) for client, last in self.accepted.items()},
             "version_0": self.version_0.hex(),
             "guard": self.guard,
+            "described": FORMAT,  # of the settings
         }
 
     @classmethod
@@ -81,6 +83,8 @@ class Saved:
         if now != self.settings:
             unlike = now.get("version_0") != self.settings.get("version_0")
             hint = " The initial model is another one: build it from a fixed seed." if unlike else ""
+            if self.found is not None and self.found.manifest["notes"].get("described") != FORMAT:
+                hint += EARLIER
             raise UsageError(
                 f"{folder} holds a run with other settings; it cannot go on with these. Choose another folder.{hint}\n"
                 f"  there: {json.dumps(self.settings)}\n  now:   {json.dumps(now)}"
@@ -114,13 +118,8 @@ def described_strategy(strategy: Strategy) -> dict[str, Any]:
     return {**_described(strategy), "name": name}
 
 
-def _described(part: Any) -> dict[str, Any]:
-    """A part by its type and, if it is a dataclass, its fields, as JSON can hold them."""
-    fields = asdict(part) if is_dataclass(part) and not isinstance(part, type) else {}
-    described: dict[str, Any] = json.loads(json.dumps({"name": type(part).__name__, **fields}, default=_name))
-    return described
-
-
-def _name(value: object) -> str:
-    # Not `str`, which has an address for functions and objects: it would differ in the next process.
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
+def _described(part: object) -> dict[str, Any]:
+    """A part by its type and parameters, as JSON can hold them."""
+    table = described(part)
+    named: dict[str, Any] = json.loads(json.dumps({"name": table.pop("type"), **table}))
+    return named

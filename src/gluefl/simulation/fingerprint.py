@@ -1,4 +1,4 @@
-"""What a run was started with, beside its configuration: data, module, loss and versions. Resuming compares it."""
+"""What a run was started with, beside its configuration: data, module, loss, metric, versions. Resuming compares it."""
 
 import hashlib
 import inspect
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gluefl import __version__
+from gluefl.clients.metrics import TOP_1, Metric
 from gluefl.clients.rules import Loss
 from gluefl.errors import UsageError
 from gluefl.parameters import checked
@@ -22,6 +23,7 @@ from gluefl.populations.held_out import HeldOut
 from gluefl.populations.inputs import applied, parts
 from gluefl.randomness import stream
 from gluefl.storage import toml
+from gluefl.storage.described import add_tensors
 from gluefl.vectors.layout import Layout
 
 # How far outputs and losses may differ, relatively: another CPU rounds differently, a GPU also rounds the factors of
@@ -45,14 +47,17 @@ class Fingerprint:
     losses: list[float] | None  # of the outputs, and of a pattern that is far from them
     device: str
     versions: dict[str, str]
+    metric: list[float] | None = None  # of that pattern: its sums and its value; unknown of earlier versions
 
     def as_json(self) -> dict[str, Any]:
         """As a checkpoint holds it."""
         return asdict(self)
 
 
-def fingerprint(module: nn.Module, layout: Layout, population: Population, loss: Loss) -> Fingerprint:
-    """Of a few clients, the test samples, the module and its loss."""
+def fingerprint(
+    module: nn.Module, layout: Layout, population: Population, loss: Loss, metric: Metric = TOP_1
+) -> Fingerprint:
+    """Of a few clients, the test samples, the module, its loss and its metric."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update(repr((population.clients, population.classes, tuple(population.shape))).encode())
     test, clients = population.test(), _clients(population.clients)
@@ -60,10 +65,10 @@ def fingerprint(module: nn.Module, layout: Layout, population: Population, loss:
     for samples in (test, *(population.train(client) for client in clients[:READ])):
         if not isinstance(samples.inputs, Tensor):
             digest.update(repr(sorted(samples.inputs) if isinstance(samples.inputs, Mapping) else "tuple").encode())
-        _add(digest, *parts(samples.inputs), samples.labels)
+        add_tensors(digest, *parts(samples.inputs), samples.labels)
     structure = hashlib.blake2b(f"{module!r}".encode() + layout.fingerprint, digest_size=8)
-    _add(structure, *module.parameters(), *module.buffers())  # frozen ones, too
-    outputs, losses = _probe(module, population, test, loss)
+    add_tensors(structure, *module.parameters(), *module.buffers())  # frozen ones, too
+    outputs, losses, measured = _probe(module, population, test, loss, metric)
     return Fingerprint(
         population=_parameters(population),
         data=digest.hexdigest(),
@@ -71,6 +76,7 @@ def fingerprint(module: nn.Module, layout: Layout, population: Population, loss:
         loss=getattr(loss, "__qualname__", None) or toml.text(loss),
         outputs=outputs,
         losses=losses,
+        metric=measured,
         device=next(module.parameters()).device.type,
         versions={"gluefl": __version__, "torch": torch.__version__.split("+")[0], "numpy": np.__version__},
     )
@@ -98,13 +104,6 @@ def _parameters(population: Population) -> dict[str, Any]:
     }
 
 
-def _add(digest: "hashlib.blake2b", *tensors: Tensor) -> None:
-    for tensor in tensors:
-        digest.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
-        if tensor.numel():  # a tensor without elements may have a stride that `view` refuses
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
 def check_same(before: Fingerprint, current: Fingerprint) -> None:
     """Refuse to resume with other data, another module or another loss; warn of other versions."""
     same_outputs = _close(before, current, "outputs")
@@ -117,6 +116,7 @@ def check_same(before: Fingerprint, current: Fingerprint) -> None:
             ("an activation or another function of the model", same_outputs),
             # Where the outputs differ, so do their losses.
             ("the loss", before.loss == current.loss and (_close(before, current, "losses") or not same_outputs)),
+            ("the metric", None in (before.metric, current.metric) or _close(before, current, "metric")),
         )
         if not same
     ]
@@ -145,9 +145,9 @@ def _close(before: Fingerprint, current: Fingerprint, name: str) -> bool:
 
 @torch.no_grad()
 def _probe(
-    module: nn.Module, population: Population, test: Samples, loss: Loss
-) -> tuple[list[float] | None, list[float] | None]:
-    """Outputs of the module for a few samples, and losses."""
+    module: nn.Module, population: Population, test: Samples, loss: Loss, metric: Metric
+) -> tuple[list[float] | None, list[float] | None, list[float] | None]:
+    """Outputs of the module for a few samples, losses, and what the metric makes of a pattern."""
     device, modes = next(module.parameters()).device, {part: part.training for part in module.modules()}
     first = samples_of(test, "test")[:PROBED].to(device)
     try:
@@ -158,8 +158,19 @@ def _probe(
         pattern = 3 * torch.cos(1.7 * torch.arange(outputs.numel(), device=device)).view_as(outputs).to(outputs.dtype)
         losses = [float(loss(outputs, first.labels)), float(loss(pattern, first.labels))]
     except Exception:
-        return None, None  # what is wrong with the model or its data is reported when it is trained
+        return None, None, None  # what is wrong with the model or its data is reported when it is trained
     finally:
         for part, training in modes.items():
             part.training = training
-    return (values, losses) if all(map(math.isfinite, (*values, *losses))) else (None, None)
+    measured = _measured(metric, pattern, first.labels)
+    return (values, losses, measured) if all(map(math.isfinite, (*values, *losses))) else (None, None, measured)
+
+
+def _measured(metric: Metric, outputs: Tensor, labels: Tensor) -> list[float] | None:
+    """Not of the model's outputs: which of two is larger may depend on the device."""
+    try:
+        total, divisor = map(float, metric.sums(outputs, labels))
+        values = [total, divisor, metric.final(total / divisor)]
+    except Exception:  # it has no value for so few samples, or is computed from the loss
+        return None
+    return values if all(map(math.isfinite, values)) else None

@@ -5,7 +5,7 @@ import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,23 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from gluefl import files
+from gluefl.clients.metrics import METRICS
 from gluefl.core.sampling import Sampler
 from gluefl.core.server import State
 from gluefl.errors import Damaged, UsageError
 from gluefl.populations import Population
 from gluefl.populations.held_out import HeldOut
 from gluefl.simulation.fingerprint import Fingerprint, check_same
-from gluefl.simulation.settings import Options, Setting
+from gluefl.simulation.settings import Evaluation, Options, Setting
 from gluefl.storage import checkpoint, columns, toml
 from gluefl.storage.client_log import ClientLog
+from gluefl.storage.described import EARLIER, described
 from gluefl.storage.journal import ACCURACY, Journal
 from gluefl.storage.names import CHECKPOINT, CHECKSUMS, CONFIG, JOURNAL, MODEL, SUMMARY
 from gluefl.storage.results import write_result
 from gluefl.strategies import Strategy
 
+EVERY = "evaluation.every"  # which earlier versions did not note of runs made in Python
 # What may differ when a run goes on, by dotted key.
 MOVABLE = {
     "rounds",
@@ -45,6 +48,7 @@ class RunFolder:
     path: Path
     description: str
     identity: Fingerprint
+    rounds: int
     stores: Mapping[str, checkpoint.Store] = field(default_factory=dict)
     keep: int = checkpoint.KEPT  # checkpoints
     types: dict[str, Any] = field(default_factory=dict)  # in the state before round 1, once the folder is locked
@@ -68,6 +72,7 @@ class RunFolder:
         if found is not None:
             self._check_configuration(found.note("config"))
             check_same(Fingerprint(**found.note("fingerprint")), self.identity)
+            self._check_rounds(found.round)
             self._report(found)
             state = checkpoint.load(found, fresh, self.stores)
         else:
@@ -130,13 +135,22 @@ class RunFolder:
                 f"{config} is not as the run wrote it; it is written again from the checkpoint's copy", stacklevel=5
             )
 
+    def _check_rounds(self, played: int) -> None:
+        """Rounds can be added, but not taken back."""
+        if played > self.rounds:
+            raise UsageError(
+                f"{self.path} holds a run of {played} rounds, it cannot be resumed with rounds = {self.rounds}: "
+                f"give at least {played}, or start another run in another folder."
+            )
+
     def _check_configuration(self, old: str) -> None:
         """A run goes on with the configuration it was started with; only its end and its memory may change."""
         before, now = _fixed(old), _fixed(self.description)
         if before != now:
             lines = "\n".join(f"  {line}" for line in sorted(set(before) ^ set(now)))
+            hint = "" if any(line.startswith(f"{EVERY} = ") for line in before) else EARLIER
             raise UsageError(
-                f"{self.path} holds a run of another configuration, it cannot be resumed with this one. "
+                f"{self.path} holds a run of another configuration, it cannot be resumed with this one.{hint} "
                 f"They differ in:\n{lines}"
             )
 
@@ -183,25 +197,22 @@ def describe(
         "devices": setting.devices,
         "arrivals": setting.arrivals,
     }
-    tables = {key: _table(part) for key, part in parts.items() if part is not None}
-    if evaluation := _evaluation(population, setting):
-        tables["evaluation"] = evaluation
-    return toml.dumps({**scalars, **tables, "hooks": [_table(hook) for hook in setting.hooks]})
+    tables = {key: described(part) for key, part in parts.items() if part is not None}
+    tables["evaluation"] = _evaluation(population, setting.evaluation)
+    return toml.dumps({**scalars, **tables, "hooks": [described(hook) for hook in setting.hooks]})
 
 
-def _evaluation(population: Population, setting: Setting) -> dict[str, Any]:
-    """What is measured and on which samples, where that is not the accuracy on the test samples."""
-    score, table = setting.evaluation.metric.score, dict[str, Any]()
-    if score != ACCURACY:
-        table |= score.keys()
+def _evaluation(population: Population, evaluation: Evaluation) -> dict[str, Any]:
+    """When the model is measured, what is measured and on which samples; the accuracy on the test samples is not
+    named."""
+    metric, table = evaluation.metric, dict[str, Any](every=evaluation.every, average=evaluation.average)
+    if metric.score != ACCURACY:
+        table |= metric.score.keys()
+    if metric not in METRICS.values():  # a function of one's own may depend on the batch
+        own = described(metric)
+        table |= {"function": own["function"], "final": own["final"], "batch": evaluation.batch}
     if isinstance(population, HeldOut):
         table |= {"held_out": population.by, "held_out_share": population.share, "held_out_seed": population.seed}
     elif hasattr(population, "validation"):
         table["held_out"] = "own"
     return table
-
-
-def _table(part: object) -> dict[str, Any]:
-    """A part by its type and, if it is a dataclass, its parameters."""
-    parameters = asdict(part) if is_dataclass(part) and not isinstance(part, type) else {}
-    return {"type": type(part).__name__, **parameters}

@@ -17,7 +17,8 @@ from gluefl.simulation.parts import Simulation
 from gluefl.simulation.process import interruptible, tf32
 from gluefl.simulation.round import Player
 from gluefl.simulation.settings import Evaluation, Options
-from gluefl.storage.journal import Journal, Totals, unreachable
+from gluefl.storage.evaluations import Spacing, unreachable
+from gluefl.storage.journal import Journal, Totals
 from gluefl.watching import Watched, watching
 from gluefl.watching.progress import Display
 
@@ -48,6 +49,7 @@ class Loop:
     def run(self, play: Player, sim: Simulation, state: State, records: Records, evaluator: Evaluator) -> State:
         """Round after round; what is journaled and checkpointed survives whatever happens then."""
         device, folder, evaluation = sim.core.space.device, records.folder, self.evaluation
+        spacing = Spacing(evaluation.every, self.rounds)
         problem = unreachable(evaluation.target, self.rounds, evaluation.every, evaluation.average)
         if problem is not None and self.options.description is None:  # for a configuration the command has said it
             warnings.warn(problem, stacklevel=3)
@@ -62,7 +64,7 @@ class Loop:
                 began = time.perf_counter()
                 state, played = play(sim, state)
                 line = played.line
-                if state.round % evaluation.every == 0 or state.round == self.rounds:
+                if spacing.evaluates(state.round):
                     line |= _evaluated(evaluator, state, device)
                 line["wall_s"] = time.perf_counter() - began
                 records.journal.append(line)

@@ -40,6 +40,7 @@ from gluefl.simulation.process import device_of
 from gluefl.simulation.result import Result, percentiles
 from gluefl.simulation.round import Player, play
 from gluefl.simulation.settings import Options, Setting
+from gluefl.storage.evaluations import Spacing
 from gluefl.storage.journal import Journal, Totals
 from gluefl.storage.names import CHECKPOINT, JOURNAL
 from gluefl.strategies import Space, Strategy
@@ -77,10 +78,8 @@ def train(
     """
     check_arguments(model, population, sampler, rounds, setting, options)
     setting, options = setting or Setting(), options or Options()
-    population, evaluation = setting.evaluation.applied_to(population), setting.evaluation
-    metric = evaluation.metric
-    device = device_of(options.device)
-    module = copied(model).to(device)
+    evaluation, device = setting.evaluation, device_of(options.device)
+    population, metric, module = evaluation.applied_to(population), evaluation.metric, copied(model).to(device)
     if setting.initial_weights is not None:
         load_weights(module, setting.initial_weights)
     chosen = sampler or _default_sampler(strategy, population.clients)
@@ -92,14 +91,15 @@ def train(
         evaluator.check()
         folder, journal = None, Journal(clients=options.journal_clients)
         if options.folder is not None:
-            identity = fingerprint(module, sim.core.layout, population, setting.loss)
-            folder = RunFolder(options.folder, description, identity, sim.stores, options.checkpoints_kept)
+            identity = fingerprint(module, sim.core.layout, population, setting.loss, metric)
+            folder = RunFolder(options.folder, description, identity, rounds, sim.stores, options.checkpoints_kept)
             held.enter_context(folder.locked(options.resume, state))
             journal = Journal(options.folder / JOURNAL, options.journal_clients)
             state = folder.open(state, journal)
         check_shapes(module, population, setting)
-        totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, metric.score)
-        goal = Goal(metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average)
+        spacing = Spacing(evaluation.every, rounds)
+        totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, metric.score, spacing)
+        goal = Goal(metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average, spacing)
         watched = _watched(sim, module, rounds, goal, description, options, journal)
         loop = Loop(rounds, evaluation, options, watched)
         first = [state]  # handed over: it would stay in memory for the whole run

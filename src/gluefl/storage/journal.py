@@ -13,6 +13,7 @@ from gluefl import files
 from gluefl.errors import Damaged, UsageError
 from gluefl.scores import Score, perplexity
 from gluefl.storage import columns
+from gluefl.storage.evaluations import Spacing
 from gluefl.storage.sealed import seal, unseal
 
 Line = dict[str, Any]
@@ -30,7 +31,7 @@ SUMMED = (
     "wasted_s",
 )
 LOSSES = ("test_loss", "validation_loss")
-ACCURACY = Score()
+ACCURACY, EVERY_ROUND = Score(), Spacing()
 
 
 class Journal:
@@ -175,8 +176,10 @@ class Totals:
     The key `accuracy` of a line holds the value of the metric, whatever that measures.
     """
 
-    def __init__(self, target: float | None, average: int, score: Score = ACCURACY) -> None:
-        self.target, self.average, self.score, self.rounds = target, average, score, 0
+    def __init__(
+        self, target: float | None, average: int, score: Score = ACCURACY, spacing: Spacing = EVERY_ROUND
+    ) -> None:
+        self.target, self.average, self.score, self.spacing, self.rounds = target, average, score, spacing, 0
         self.reached_round: int | None = None
         self.single_reached_round: int | None = None
         self._sums: dict[str, Any] = {}
@@ -189,9 +192,16 @@ class Totals:
         self._clock_s: float | None = None
 
     @classmethod
-    def of(cls, lines: Iterable[Line], target: float | None, average: int, score: Score = ACCURACY) -> "Totals":
+    def of(
+        cls,
+        lines: Iterable[Line],
+        target: float | None,
+        average: int,
+        score: Score = ACCURACY,
+        spacing: Spacing = EVERY_ROUND,
+    ) -> "Totals":
         """Of the first lines of a journal."""
-        totals = cls(target, average, score)
+        totals = cls(target, average, score, spacing)
         for line in lines:
             totals.add(line)
         return totals
@@ -210,6 +220,8 @@ class Totals:
         self._clock_s = line["clock_s"]
         if "forgotten_residuals" in line:
             self._forgotten = (self._forgotten or 0) + line["forgotten_residuals"]
+        if line["accuracy"] is not None and not self.spacing.counts(line):
+            return
         self._losses |= {key: line[key] for key in LOSSES if line.get(key) is not None}
         if line["accuracy"] is not None:
             self._evaluated(int(line["round"]), line["accuracy"])
@@ -260,20 +272,6 @@ class Totals:
         }
 
 
-def unreachable(target: float | None, rounds: int, every: int, average: int) -> str | None:
-    """Why no run of so many rounds can reach a target, and what to change; None if one can."""
-    evaluations = -(-rounds // every)  # the last round is always evaluated
-    if target is None or rounds == 0 or evaluations >= average:
-        return None
-    changes = [f"rounds to at least {every * average}", f"evaluation.average to at most {evaluations}"]
-    changes += [f"evaluation.every to at most {rounds // average}"] if rounds >= average else []
-    return (
-        f"no run can reach the target {target:g}: it is compared with the mean of {average} evaluations, and "
-        f"{rounds} rounds, evaluated every {every}, have {evaluations}. "
-        f"Set {', '.join(changes[:-1])} or {changes[-1]}."
-    )
-
-
 def mean_accuracy(lines: Sequence[Line], average: int) -> float | None:
     """The mean of the last `average` evaluations."""
     recent = [line["accuracy"] for line in lines if line["accuracy"] is not None][-average:]
@@ -281,7 +279,12 @@ def mean_accuracy(lines: Sequence[Line], average: int) -> float | None:
 
 
 def summarise(
-    lines: Iterable[Line], target: float | None, average: int, model_bytes: int, score: Score = ACCURACY
+    lines: Iterable[Line],
+    target: float | None,
+    average: int,
+    model_bytes: int,
+    score: Score = ACCURACY,
+    spacing: Spacing = EVERY_ROUND,
 ) -> dict[str, Any]:
     """The summary of a journal's lines."""
-    return Totals.of(lines, target, average, score).summary(model_bytes)
+    return Totals.of(lines, target, average, score, spacing).summary(model_bytes)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gluefl.scores import Score
+from gluefl.storage.evaluations import Spacing
 
 if TYPE_CHECKING:  # tables and numbers of the command line need no torch
     from torch import Tensor
@@ -50,6 +51,7 @@ class Goal:
     score: Score = Score()  # noqa: RUF009 - frozen
     target: float | None = None
     window: int = 1  # the mean of this many evaluations is compared with the target
+    spacing: Spacing = Spacing()  # noqa: RUF009 - frozen
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
         """Whether a value is better than another one, by more than `by`."""

@@ -35,10 +35,10 @@ class Status:
     def add(self, line: Any) -> bool:
         """Add the line of a round; whether it was evaluated."""
         self.round, self._down_bytes = line["round"], self._down_bytes + line["down_bytes"]
-        if line["accuracy"] is not None:
+        if counted := self.goal.spacing.counts(line):
             self._values.append(line["accuracy"])
             self._reached = self._reached or (self.round if self._reaches() else 0)
-        return line["accuracy"] is not None
+        return counted
 
     def _reaches(self) -> bool:
         complete, target = len(self._values) == self.goal.window, self.goal.target

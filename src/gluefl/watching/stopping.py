@@ -27,7 +27,7 @@ class EarlyStopping:
 
         def add(line: Line) -> None:
             nonlocal best, since
-            if line["accuracy"] is not None:
+            if run.goal.spacing.counts(line):
                 is_better = best is None or run.goal.is_better(line["accuracy"], best[0], self.gain)
                 best, since = ((line["accuracy"], line["round"]), 0) if is_better else (best, since + 1)
 

@@ -85,7 +85,7 @@ def _track(run: Run, progress: Callable[[Line], Any]) -> Track:
         if step is None:
             return {}
         total += step
-        if line["accuracy"] is not None:
+        if run.spacing.counts(line):
             seen = [*seen, line["accuracy"]][-run.average :]
             track[int(line["round"])] = (total, math.fsum(seen) / len(seen))
     return track

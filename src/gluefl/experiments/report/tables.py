@@ -8,7 +8,6 @@ from rich.table import Table
 from gluefl.experiments.console import comparison_table
 from gluefl.experiments.report.comparison import Comparison
 from gluefl.experiments.runs import NAMED, Run
-from gluefl.storage.journal import summarise
 
 
 def tables(comparisons: Sequence[Comparison]) -> Iterator[Table | str]:
@@ -27,5 +26,4 @@ def tables(comparisons: Sequence[Comparison]) -> Iterator[Table | str]:
 def _row(label: str, run: Run) -> dict[str, Any]:
     """From the journal: a summary may be missing or damaged."""
     named = {key: run.summary[key] for key in NAMED if key in run.summary}
-    totals = summarise(run.lines, run.target, run.average, run.model_bytes, run.score)
-    return {**totals, **named, "strategy": label, "seed": run.seed}
+    return {**run.summarised(run.target), **named, "strategy": label, "seed": run.seed}

@@ -113,7 +113,7 @@ def _rounds(run: Run, target: float | None) -> float | None:
 
 
 def _final(run: Run, target: float | None) -> float | None:
-    return None if run.failure else mean_accuracy(run.lines, run.average)
+    return None if run.failure else mean_accuracy([line for line in run.lines if run.spacing.counts(line)], run.average)
 
 
 MEASURES = {

@@ -35,7 +35,7 @@ def planned(clients: int, sizes: Sizes, assumptions: Mapping[str, Any]) -> LeanP
         raise UsageError(f"a plan for lean has no {', '.join(unknown)}. {hint}")
     run = _run(Path(given["run"])) if "run" in given else None
     model = _model({name: given[name] for name in OF_MODEL if name in given}, run)
-    movement = Movement() if run is None else _at_defaults(movement_of(run.lines, model), run)
+    movement = Movement() if run is None else _at_defaults(movement_of(run.lines, model, run.stops), run)
     movement = replace(movement, **{name: given[name] for name in OF_MOVEMENT if name in given})
     scenario = LeanScenario(clients, model, movement, **{name: given[name] for name in OF_SCENARIO if name in given})
     return plan_lean(scenario, sizes, **{name: given[name] for name in OF_STRATEGY if name in given})

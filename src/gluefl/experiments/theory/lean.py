@@ -13,11 +13,12 @@ import numpy as np
 
 from gluefl.core.recurrence import VERSIONS
 from gluefl.errors import UsageError
-from gluefl.experiments.theory.staleness import Floats, entropy
+from gluefl.experiments.theory.staleness import Floats, entropy, packages
 from gluefl.parameters import Count, Decay, NonNegativeCount, OpenShare, Positive, Share, checked
 from gluefl.storage.journal import clients_of
 from gluefl.strategies.lean import Lean
 from gluefl.wire.compact import HEADER_BYTES
+from gluefl.wire.messages import AROUND_BYTES
 from gluefl.wire.rotated import rotated_codec
 
 TENSOR_BYTES = 4  # what a package says of a tensor: number of positions, exponent, Rice parameters
@@ -123,19 +124,19 @@ def mean_bytes(stale: Floats, returning: Floats, first: Floats) -> float:
 
 def model_of(summary: Mapping[str, Any], tensors: int) -> Model:
     """The model of a run, from its summary; the number of tensors is not part of it."""
-    entries = int(summary["model_bytes"]) // 4
+    entries = (int(summary["model_bytes"]) - AROUND_BYTES) // 4  # the whole model, as FedAvg sends it in float32
     weights = int(summary.get("parameters", entries))
-    return Model(weights, max(0, entries - weights - HEADER_BYTES), tensors)
+    return Model(weights, max(0, entries - weights), tensors)
 
 
-def movement_of(lines: Sequence[Mapping[str, Any]], model: Model) -> Movement:
+def movement_of(lines: Sequence[Mapping[str, Any]], model: Model, stopped: bool = True) -> Movement:
     """The movement that a journal of a lean run shows in its second half.
 
     The share of a round is written in it. The bits of a cell follow from the packages of clients that missed one
-    round; from the others follow α and φ. What newcomers download gives their bits.
+    round; from the others follow α and φ. What newcomers download gives their bits. `stopped`: as in `packages`.
     """
     half = lines[len(lines) // 2 :]
-    returning, newcomers = _packages(lines)
+    returning, newcomers = _packages(lines, stopped)
     if len(half) < 2 or not any(age == 1 for age, _ in returning) or not any(age > 1 for age, _ in returning):
         raise UsageError(
             f"a journal of {len(lines)} rounds shows no growth: needed clients that return after one and after more "
@@ -209,16 +210,15 @@ def _fitted(
     return (low + high) / 2
 
 
-def _packages(lines: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Staleness and bytes of the packages in the second half of a journal: of clients that return, of newcomers."""
-    invited: set[int] = set()
+def _packages(lines: Sequence[Mapping[str, Any]], stopped: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Staleness and bytes of the packages in the second half of a journal: of clients that return, of newcomers, which
+    hold version 0. A client that was stopped in its first download is a newcomer again."""
+    first = set(clients_of(lines[0])["id"]) if lines else set[int]()  # they hold version 0 because they downloaded it
     returning, newcomers = list[tuple[int, int]](), list[tuple[int, int]]()
-    for number, line in enumerate(lines):
-        clients = clients_of(line)
-        for client, age, size in zip(clients["id"], clients["staleness"], clients["down_bytes"]):
-            if age and number >= len(lines) // 2:
-                (returning if client in invited else newcomers).append((age, size))
-        invited.update(clients["id"])
+    for number, line in enumerate(lines[len(lines) // 2 :], len(lines) // 2):
+        for client, age, size in packages(line, stopped):
+            if age:
+                (newcomers if age == number and client not in first else returning).append((age, size))
     return returning, newcomers
 
 

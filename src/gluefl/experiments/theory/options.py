@@ -37,4 +37,4 @@ def _read_cost(text: str, rounds: int) -> list[float]:
     if not lines:
         raise UsageError(f"{path} holds no whole line.")
     whole = run.model_bytes
-    return [float(share) for share in measured_share(lines, whole, rounds)]
+    return [float(share) for share in measured_share(lines, whole, rounds, run.stops)]

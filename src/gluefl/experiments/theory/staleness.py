@@ -4,7 +4,7 @@ docs/planning.md derives it and compares it with a measured run.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -82,18 +82,26 @@ def download_share(stale: Floats, missing: Floats, whole: float = 1.0) -> float:
     return float(counted @ missing + (1 - counted.sum()) * whole)
 
 
-def measured_share(lines: Sequence[dict[str, Any]], model_bytes: int, rounds: int) -> Floats:
-    """The mean download after 1, 2, … rounds according to a journal, interpolated where it has no value."""
+def measured_share(lines: Sequence[dict[str, Any]], model_bytes: int, rounds: int, stopped: bool = True) -> Floats:
+    """The mean download after 1, 2, … rounds according to a journal, interpolated where it has no value; `stopped`
+    as in `packages`."""
     sums: dict[int, list[float]] = {}
     for line in lines:
-        clients = clients_of(line)
-        for age, size in zip(clients["staleness"], clients["down_bytes"]):
+        for _, age, size in packages(line, stopped):
             if age:
                 sums.setdefault(age, []).append(size / model_bytes)
     if not sums:
         raise UsageError("no client of this run was invited twice: its journal contains no staleness.")
     ages = sorted(sums)
     return np.interp(np.arange(1, rounds + 1), ages, [math.fsum(sums[a]) / len(sums[a]) for a in ages])
+
+
+def packages(line: Mapping[str, Any], stopped: bool) -> Iterator[tuple[int, int | None, int]]:
+    """Client, staleness and bytes of the whole packages of a round. In a run in which late clients were stopped they
+    are those of the used ones: the bytes of the others may be a part."""
+    clients = clients_of(line)
+    rows = zip(clients["id"], clients["staleness"], clients["down_bytes"], clients["fate"])
+    return ((client, age, size) for client, age, size, fate in rows if fate == "used" or not stopped)
 
 
 def entropy(chance: Floats) -> Floats:
