@@ -213,8 +213,8 @@ def weighted_sum(uploads: Sequence[Upload], space: Space) -> Tensor:
 
 
 def mean_statistics(uploads: Sequence[Upload], old: Tensor, exchanged: int, cohort: int) -> Tensor:
-    """The mean of the statistics. Their last entries may be an exchanged vector, with the change that a full cohort
-    makes: a smaller one makes its share of it, so that SCAFFOLD's c stays the mean of all c_i."""
+    """The mean of the statistics. The last entries may be an exchanged vector, whose change is that of a full cohort.
+    If fewer clients arrive, it is scaled by their share of the cohort: SCAFFOLD's c stays the mean of all c_i."""
     mean = torch.stack([upload.statistics for upload in uploads]).mean(0)
     if exchanged and len(uploads) < cohort:
         mean[-exchanged:] = old[-exchanged:].lerp(mean[-exchanged:], len(uploads) / cohort)

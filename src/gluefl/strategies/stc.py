@@ -135,8 +135,8 @@ class STC:
 
 
 def _signed(vector: Tensor, chosen: Mask) -> Mask:
-    """The chosen coordinates that have a sign: of two signs none is that of a zero. All of them, whose magnitude is
-    then 0, if the vector is zero at all of them."""
+    """The chosen coordinates that are not zero, because a bit has no code for zero. If all are zero, all are kept and
+    the magnitude is 0: an update without positions could not be cached."""
     bits = chosen.bits & (vector != 0)
     return Mask(torch.where(bits.any(), bits, chosen.bits))
 
