@@ -438,3 +438,9 @@ def test_workers_train_a_model_that_needs_its_channels_first():
     for a, b in zip(Loop(module, layout, lambda x: x, cross_entropy).train(*arguments), workers.train(*arguments)):
         torch.testing.assert_close(a.delta, b.delta, rtol=1e-9, atol=1e-15)
     assert not workers.channels_last
+
+
+def test_a_layer_that_draws_for_negative_inputs_only_is_seen_without_one():
+    module = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.RReLU(), torch.nn.Linear(8, 10))
+    torch.nn.init.ones_(module[0].bias)  # the samples are zeros
+    assert type(choose("auto", module, Layout.of(module), Vectors, cross_entropy, CPU, PLAIN)) is Loop

@@ -92,7 +92,8 @@ class Pass:
 def probe(module: nn.Module, layout: Layout, population: Population) -> Pass:
     """One forward pass on a copy and two samples. Dropout may be a module, an option of a layer, or a function in the
     middle of the forward pass, so that only a pass can tell."""
-    has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
+    draws = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
+    draws |= any(isinstance(m, nn.RReLU) for m in module.modules())  # which draws for negative inputs only
     device = next(module.parameters()).device
     probed = copied(module).train()
     tracked = {part.name for part in layout.statistics}
@@ -110,11 +111,11 @@ def probe(module: nn.Module, layout: Layout, population: Population) -> Pass:
             before = _generators(device)
             applied(probed, two)
         except Exception:
-            return Pass(has_dropout)  # the training itself says what is wrong with the model or its data
+            return Pass(draws)  # the training itself says what is wrong with the model or its data
         random = not _equal(before, _generators(device))
     after = dict(probed.named_buffers())
     changed = [name for name, old in constants.items() if not _same(old, after[name])]
-    return Pass(random or has_dropout, tuple(changed), single, augmented, mixed)
+    return Pass(random or draws, tuple(changed), single, augmented, mixed)
 
 
 def _same(old: Tensor, new: Tensor) -> bool:

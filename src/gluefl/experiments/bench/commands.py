@@ -97,7 +97,7 @@ def bench_timeline(rounds: int, cores: int, network: str, as_json: bool, **work:
 def bench_models(
     rounds: int, cores: int, device: str, names: tuple[str, ...], cohort: int, side: int | None, as_json: bool
 ) -> None:
-    """Training a cohort of each of the paper's models: stacked layers against vmap."""
+    """Training a cohort of each of the paper's models: stacked layers against vmap, on a CPU against a plain loop."""
     from gluefl.experiments.bench.models import WORK, measure
 
     if unknown := [name for name in names if name not in WORK]:

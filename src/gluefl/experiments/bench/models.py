@@ -1,7 +1,8 @@
-"""Training one cohort of the paper's models: stacked layers against `vmap`, and the effect of TF32."""
+"""Training one cohort of the paper's models: on a GPU stacked layers against `vmap`, and the effect of TF32; on a CPU
+the trainer `workers` against the reference loop."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from gluefl import models
-from gluefl.clients.cohort import Cohort, Job, Outcome
+from gluefl.clients.cohort import Cohort, Job, Outcome, Trainer
 from gluefl.clients.rules import LocalSGD
+from gluefl.clients.trainers.loop import Loop
 from gluefl.clients.trainers.stacked import Stacked
+from gluefl.clients.trainers.workers import Workers
 from gluefl.experiments.bench.cohort import alternate, pin
 from gluefl.experiments.bench.progress import counted
 from gluefl.experiments.bench.workloads import CLASSES, COHORT, SAMPLES, SGD
@@ -39,34 +42,54 @@ def measure(
     cohort: int = COHORT,
     side: int | None = None,
 ) -> dict[str, Any]:
-    """Median seconds per round, with and without TF32, and by `vmap`, the alternative to the stacked layers.
+    """Median seconds per round of every model.
 
-    `tf32_apart`, `vmap_apart`: relative L2 distance of one step's deltas to those of stacked layers without TF32.
+    On a GPU with and without TF32, and by `vmap`, the alternative to the stacked layers; `tf32_apart`, `vmap_apart`:
+    relative L2 distance of one step's deltas to those of stacked layers without TF32. On a CPU by the trainer
+    `workers` and by the reference loop; `loop_apart` is the distance between the two.
     """
     pin(cores)
-    device_of(device)  # refuses one that cannot be used
+    on_cpu = device_of(device).type == "cpu"
+    compare = partial(_on_cpu, cores) if on_cpu else _stacked
     results = {}
     for name in counted(names or tuple(WORK), "models"):
-        work = partial(_Work, name, device, cohort, side)
-        layers, without_tf32, by_vmap = work(), work(tf32=False), work(by_vmap=True)
-        candidates = {"gluefl_s": layers.play, "without_tf32_s": without_tf32.play, "vmap_s": by_vmap.play}
-        times = alternate(candidates, rounds, device, cores)
+        candidates, apart = compare(partial(_Work, name, device, cohort, side))
+        times = alternate({key: work.play for key, work in candidates.items()}, rounds, device, cores)
         medians = {key: statistics.median(seconds) for key, seconds in times.items()}
-        exact = without_tf32.step()
-        results[name] = {
-            **medians,
-            "ratio": medians["gluefl_s"] / medians["vmap_s"],
-            "tf32_apart": _apart(layers.step(), exact),
-            "vmap_apart": _apart(work(tf32=False, by_vmap=True).step(), exact),
-        }
+        other = "loop_s" if on_cpu else "vmap_s"
+        results[name] = {**medians, "ratio": medians["gluefl_s"] / medians[other], **apart}
     return {"models": results, "cohort": cohort, "device": device, "cores": cores}
+
+
+def _stacked(work: Callable[..., "_Work"]) -> tuple[dict[str, "_Work"], dict[str, float]]:
+    candidates = {"gluefl_s": work(Stacked), "without_tf32_s": work(Stacked, tf32=False), "vmap_s": work(_by_vmap)}
+    exact = candidates["without_tf32_s"].step()
+    by_vmap = work(_by_vmap, tf32=False).step()
+    return candidates, {"tf32_apart": _apart(work(Stacked).step(), exact), "vmap_apart": _apart(by_vmap, exact)}
+
+
+def _on_cpu(cores: int, work: Callable[..., "_Work"]) -> tuple[dict[str, "_Work"], dict[str, float]]:
+    candidates = {"gluefl_s": work(partial(Workers, count=cores)), "loop_s": work(Loop)}
+    return candidates, {"loop_apart": _apart(candidates["gluefl_s"].step(), candidates["loop_s"].step())}
+
+
+def _by_vmap(*arguments: Any) -> Stacked:
+    trainer = Stacked(*arguments)
+    trainer.layers = None
+    return trainer
 
 
 class _Work:
     """A fixed cohort to train. A captured step keeps the TF32 setting of its capture, so each object has its own."""
 
     def __init__(
-        self, name: str, device: str, cohort: int, side: int | None, tf32: bool = True, by_vmap: bool = False
+        self,
+        name: str,
+        device: str,
+        cohort: int,
+        side: int | None,
+        trainer: Callable[..., Trainer],
+        tf32: bool = True,
     ) -> None:
         self.tf32 = tf32
         channels, usual, options = WORK[name]
@@ -83,9 +106,7 @@ class _Work:
         inputs = torch.from_numpy(rng.integers(256, size=shape, dtype=np.uint8)).to(device)
         labels = torch.from_numpy(rng.integers(CLASSES, size=SAMPLES)).to(device)
         self.jobs = [Job(i, Samples(inputs, labels), SGD.batches(rng, SAMPLES)) for i in range(cohort)]
-        self.trainer = Stacked(module, layout, lambda x: x.float() / 255 - 0.5, torch.nn.functional.cross_entropy)
-        if by_vmap:
-            self.trainer.layers = None
+        self.trainer = trainer(module, layout, lambda x: x.float() / 255 - 0.5, torch.nn.functional.cross_entropy)
 
     def play(self, _: np.random.Generator) -> None:
         """All steps."""
@@ -99,7 +120,7 @@ class _Work:
     def _train(self, jobs: Sequence[Job], sgd: LocalSGD) -> list[Outcome]:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.tf32
         cohort = Cohort(1, tuple(job.client for job in jobs), *self.start)
-        return list(self.trainer.train(cohort, jobs, sgd))
+        return sorted(self.trainer.train(cohort, jobs, sgd), key=lambda outcome: outcome.client)
 
 
 def _apart(deltas: Tensor, exact: Tensor) -> float:
