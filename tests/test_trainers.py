@@ -444,3 +444,18 @@ def test_a_layer_that_draws_for_negative_inputs_only_is_seen_without_one():
     module = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.RReLU(), torch.nn.Linear(8, 10))
     torch.nn.init.ones_(module[0].bias)  # the samples are zeros
     assert type(choose("auto", module, Layout.of(module), Vectors, cross_entropy, CPU, PLAIN)) is Loop
+
+
+def test_the_caller_computes_on_one_core_while_clients_train(monkeypatch):
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    module = models.build("small_cnn", classes=10, channels=1)
+    layout = Layout.of(module)
+    trainer = Workers(module, layout, lambda x: x, cross_entropy, count=1)
+    arguments = arguments_of(layout, module, jobs(PLAIN, 28, torch.float32, CPU, uneven=False), PLAIN)
+    outcomes = trainer.train(*arguments)
+    next(outcomes)
+    assert counts[-1] == 1
+    outcomes.close()
+    assert counts[-1] == 7

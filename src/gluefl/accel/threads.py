@@ -1,8 +1,9 @@
 """Background work on CPU cores: a pool with a thread per core, and one thread that keeps the order of its tasks."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from threading import Barrier
 from typing import Any, Generic, TypeVar
@@ -75,6 +76,18 @@ def _called(function: Callable[..., T], *arguments: Any) -> "Future[T]":
     except Exception as error:  # raised where the result is read, as with a pool
         done.set_exception(error)
     return done
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute on one core in this thread. Where the other cores are busy, an operation on several of them
+    waits for the last one, often longer than it computes."""
+    own = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
 
 
 def pool_of(count: int) -> ThreadPoolExecutor:

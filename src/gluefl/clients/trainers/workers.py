@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gluefl.accel.small_maps import use_products
-from gluefl.accel.threads import available, pool_of
+from gluefl.accel.threads import available, one_thread, pool_of
 from gluefl.clients.cohort import Cohort, Job, Outcome
 from gluefl.clients.precision import lowered, raised
 from gluefl.clients.rules import LocalRule, LocalSGD, Loss
@@ -66,14 +66,15 @@ class Workers:
         # The largest first, which balances the cores; few at a time, which bounds the memory of finished outcomes.
         waiting = deque(sorted(jobs, key=lambda job: -len(job.batches)))
         running: deque[Future[Outcome]] = deque()
-        try:
-            while waiting or running:
-                while waiting and len(running) < 2 * self.count:
-                    running.append(self._pool.submit(work, waiting.popleft()))
-                yield running.popleft().result()
-        finally:
-            for future in running:
-                future.cancel()
+        with one_thread():  # of the caller, who compresses what is yielded: the pool occupies all cores
+            try:
+                while waiting or running:
+                    while waiting and len(running) < 2 * self.count:
+                        running.append(self._pool.submit(work, waiting.popleft()))
+                    yield running.popleft().result()
+            finally:
+                for future in running:
+                    future.cancel()
 
     def _converted(self) -> nn.Module:
         module: nn.Module = copied(self.module).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
