@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from federations import simulation
 from gluefl import GlueFL, Sticky
 from gluefl.cli import main
 from gluefl.errors import GlueFLError
-from gluefl.experiments.bench import fleet, node
+from gluefl.experiments.bench import fleet, models, node
 from gluefl.experiments.bench.commands import STRATEGIES
 from gluefl.experiments.bench.profile import Marks, Stopwatch, idle_by_part, watched
 from gluefl.experiments.bench.timeline import lines
@@ -132,6 +133,16 @@ def test_models_are_measured_on_pictures_of_any_size() -> None:
     options = ["--model", "leaf_cnn", "--side", "8", "--cohort", "2", "--rounds", "2", "--json"]
     done = CliRunner().invoke(main, ["bench", "models", *options], catch_exceptions=False)
     assert json.loads(done.stdout)["models"]["leaf_cnn"]["gluefl_s"] > 0
+
+
+@pytest.mark.usefixtures("all_cores")
+def test_what_is_compared_on_a_gpu_gives_the_same_deltas() -> None:
+    work = partial(models._Work, "leaf_cnn", "cpu", 2, 8)
+    candidates, apart = models._stacked(work)
+    assert candidates.keys() == {"gluefl_s", "without_tf32_s", "vmap_s"}
+    assert candidates["vmap_s"].trainer.layers is None and candidates["gluefl_s"].trainer.layers is not None
+    assert max(apart.values()) < 1e-4
+    assert models._on_cpu(1, work)[1]["loop_apart"] < 1e-4
 
 
 @pytest.mark.parametrize("measured", [lambda: node.measure(-1), lambda: fleet._fresh_memory_mb(-1)])

@@ -453,7 +453,7 @@ def test_a_folder_that_holds_another_run_is_not_touched(config, tmp_path) -> Non
     before = {name: (out / name).read_bytes() for name in files(out)}
     for more, says in (
         ([], "holds a run already"),
-        (["--resume", "--set", "training.lr=0.5"], "another configuration"),
+        (["--resume", "--set", "training.lr=0.5"], "training.lr: 0.01 in the folder, 0.5 now"),
         (["--resume", "--set", "rounds=1"], "it cannot be resumed with rounds = 1"),
     ):
         result = gluefl("run", config, "--out", out, *more)
@@ -464,6 +464,13 @@ def test_a_folder_that_holds_another_run_is_not_touched(config, tmp_path) -> Non
     (tmp_path / "mine" / "notes.txt").write_text("hello")
     assert gluefl("run", config, "--out", tmp_path / "mine").exit_code == 2
     assert files(tmp_path / "mine") == {"notes.txt"}
+
+
+def test_run_says_that_it_leaves_out_the_other_strategies(config, tmp_path) -> None:
+    result = gluefl("run", config, "--out", tmp_path / "out", "--set", "rounds=1", "--json")
+    assert (
+        "[compare], which `run` leaves out: it trains" in result.stderr and len(json.loads(result.stdout)["runs"]) == 1
+    )
 
 
 @pytest.mark.parametrize(("wrong", "says"), [("sticky_cohort=4", "C = 4 must lie"), ("sticky_size=21", "larger than")])
@@ -516,6 +523,6 @@ def test_a_benchmark_of_a_model_prints_its_ratios() -> None:
     command = [sys.executable, "-m", "gluefl", "bench", "models", "--cohort", "2", "--rounds", "2", "--json"]
     done = subprocess.run([*command, "--model", "small_cnn"], capture_output=True, text=True)
     measured = json.loads(done.stdout)["models"]["small_cnn"]
-    assert measured["ratio"] == pytest.approx(measured["gluefl_s"] / measured["vmap_s"])
+    assert measured["ratio"] == pytest.approx(measured["gluefl_s"] / measured["loop_s"])
     refused = gluefl("bench", "models", "--model", "small_cnm")
     assert refused.exit_code == 2 and "small_cnn" in refused.stderr

@@ -404,6 +404,7 @@ def test_a_table_names_its_metric_and_its_aim(metric) -> None:
     [
         ({"metric": "mea"}, "no metric of this name .did you mean 'mae'"),
         ({"metric": 3}, "a Metric, a function, or one of top1"),
+        ({"target": 0}, "found 0; a run without a target needs no such key"),
         ({"target": 80}, "accuracy lies between 0 and 1, where 80% is 0.8; found 80"),
         ({"target": math.nan}, "target"),
         ({"held_out": "rows"}, "held_out"),

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gluefl.cli import main
+from gluefl.errors import pip_install
 from gluefl.experiments import doctor
 from gluefl.experiments.studies import catalogue
 
@@ -40,6 +41,21 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it(monkeypatch) ->
     assert done.exit_code == 1 and "pip install 'gluefl[report]'" in done.stdout
     states = {one.part: one.state for one in doctor.examine()}
     assert states["report"] == "absent" and states["jinja2"] == "failed"  # one is optional, the other is not
+
+
+def test_the_line_that_installs_is_for_the_python_that_runs(monkeypatch, tmp_path) -> None:
+    own, other = tmp_path / "of its own" / "bin", tmp_path / "bin"
+    for folder in (own, other):
+        folder.mkdir(parents=True)
+        (folder / "pip").write_text("")
+        (folder / "pip").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    monkeypatch.setenv("PATH", str(own))
+    assert pip_install("a>=1") == "pip install 'a>=1'"
+    monkeypatch.setenv("PATH", str(other))
+    assert pip_install("a") == f"'{own}/python' -m pip install 'a'"
+    monkeypatch.chdir(tmp_path)
+    assert pip_install("a") == "'of its own/bin/python' -m pip install 'a'"
 
 
 def test_a_self_test_that_fails_is_a_finding(monkeypatch) -> None:

@@ -110,13 +110,13 @@ def test_without_an_average_both_are_the_same_model(runs, tmp_path) -> None:
     run = tmp_path / "run"
     gluefl("run", runs / "lean.toml", "--out", run, "--set", "server.average=0.0", "--set", "rounds=2")
     report = json.loads(gluefl("export", run, "--out", tmp_path / "a.safetensors", "--json").stdout)
-    assert report["model_accuracy"] == report["accuracy"]
+    assert report["model_accuracy"] == report["accuracy"] and not report["averaged"]
 
 
 def test_a_table_for_people(runs, tmp_path) -> None:
     result = gluefl("export", runs / "lean", "--out", tmp_path / "a.safetensors")
     assert result.exit_code == 0 and "round 4" in result.stdout and "float32" in result.stdout
-    assert "int8" in result.stdout and "%" in result.stdout
+    assert "int8" in result.stdout and "%" in result.stdout and "average over versions" in result.stdout
 
 
 def flip_result(run: Path) -> None:

@@ -337,6 +337,21 @@ def test_the_table_of_a_terminal_fits_80_columns_and_names_no_target_that_nobody
         assert any("*" in line for line in lines) == (kept == rows[2:])
 
 
+def test_a_run_that_missed_the_target_is_not_compared_with_one_that_reached_it(made) -> None:
+    by_target = {
+        target: {run.label: run.at(target) for run in only([made]).runs if run.seed == 1} for target in (0.01, 1.0)
+    }
+    rows = [
+        {"strategy": label, "seed": 1} | {key: by_target[target][label][key] for key in KEYS} | {"target": 0.01}
+        for label, target in (("fedavg", 0.01), ("gluefl", 1.0))
+    ]
+    for kept in (rows, rows[::-1]):
+        table = comparison_table(kept)
+        ratios = [[*column.cells] for column in table.columns if "less" in str(column.header)]
+        assert len(ratios) == 2 and all(own == ["1.00", "–"] for own in ratios)
+        assert "reached the target and the other did not" in table.caption
+
+
 @given(st.floats(0.001, 1000), st.booleans())
 def test_a_ratio_in_words_is_the_ratio(ratio, at_least) -> None:
     text = times(ratio, at_least)

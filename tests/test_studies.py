@@ -99,6 +99,9 @@ def test_the_papers_settings() -> None:
 def test_choices_go_over_everything_else() -> None:
     found = configurations(load("table2"), Choice(rounds=7, sets=("training.lr=0.5",), only=("stc", "gluefl")))
     assert list(found) == ["stc", "gluefl"] and found["stc"].rounds == 7 and found["stc"].training.lr == 0.5
+    front = configurations(load("front"), Choice("paper", rounds=9, sets=("compare.int4-30.rounds=8",)))
+    assert {config.rounds for label, config in front.items() if label != "int4-30"} == {9}
+    assert front["int4-30"].rounds == 8 and configurations(load("front"), Choice("paper"))["int4-30"].rounds == 600
     other = configurations(load("table2"), Choice(population="mnist_writers"))["stc"].population
     assert (other.name, other.clients, other.model_extra) == ("mnist_writers", 400, {})
     with pytest.raises(UsageError, match="no run 'stk'"):

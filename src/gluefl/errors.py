@@ -1,13 +1,27 @@
 """Errors that users can cause. The command line prints them as one message, never as a traceback."""
 
 import difflib
+import shlex
+import shutil
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
     """The closest of the valid words, as the end of a message; empty if none is close."""
     close = difflib.get_close_matches(str(word), list(valid), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def pip_install(what: str) -> str:
+    """The command that installs something for the Python that runs this, which need not be the one on the path."""
+    python, pip = Path(sys.executable), shutil.which("pip")
+    if pip is not None and Path(pip).parent == python.parent:
+        return f"pip install '{what}'"
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    return f"{shlex.quote(str(python))} -m pip install '{what}'"
 
 
 class GlueFLError(Exception):
@@ -46,4 +60,4 @@ class MissingExtra(UsageError):
     """An optional dependency is not installed; the message contains the command that installs it."""
 
     def __init__(self, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs an optional part: pip install 'gluefl[{extra}]'")
+        super().__init__(f"{purpose} needs an optional part: {pip_install(f'gluefl[{extra}]')}")

@@ -71,7 +71,8 @@ class Score:
         """Why no value can be compared with this target; None if it can be."""
         if target is None or not self.is_share or 0 < target <= 1:
             return None
-        return f"{self.name} lies between 0 and 1, where 80% is 0.8; found {target:g}"
+        without = "; a run without a target needs no such key" if not target else ""
+        return f"{self.name} lies between 0 and 1, where 80% is 0.8; found {target:g}{without}"
 
     def on(self, samples: str) -> "Score":
         """The same on other samples than the test set: validation accuracy."""

@@ -87,6 +87,12 @@ class RunOptions:
 def run_single(raw: dict[str, Any], source: Path, options: RunOptions) -> None:
     """Train one configuration."""
     config = validated(options.configuration(raw), str(source))
+    if "compare" in raw:
+        click.echo(
+            f"{source} has a table [compare], which `run` leaves out: it trains {config.strategy.name} alone. "
+            f"`gluefl compare {source}` trains all of its strategies.",
+            err=True,
+        )
     out = options.out or default_out(source.stem, options.resume)
     _run(expand({str(config.strategy.name): config}, [config.seed], out, single=True), out, options)
 

@@ -57,8 +57,10 @@ def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     table.add_column("strategy")
     for heading in headings:
         table.add_column(heading, justify="right")
+    reached = {label: _reached(repetitions) for label, repetitions in by_label.items()}
     for label, repetitions in by_label.items():
-        cells = _comparison_cells(repetitions, first, volumes[0])
+        even = reached[label] == reached[first[0]["strategy"]]  # a part of a run costs less than all of another
+        cells = _comparison_cells(repetitions, first if even else (), volumes[0], tested(runs))
         cells += [_number(_mean(repetitions, key) / seconds[0]) for key in ("total_s", "download_s")] if timed else []
         table.add_row(label, *cells)
     notes = [f"{score.title}: {window(runs)}.", remark(by_label) if target is not None else ""]
@@ -67,6 +69,8 @@ def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     notes += ["Time: simulated; down: the part of it that is download."] if timed else []
     if target is not None and any(run["reached_round"] is None for run in runs):
         notes.append("* not every run reached the target: the figures are those at its last round.")
+    if len(set(reached.values())) > 1:
+        notes.append("–: one of the two reached the target and the other did not.")
     if tested(runs):
         notes.append(f"Test: {runs[0]['metric']} of the final model on the test samples.")
     table.caption = "\n".join(note for note in notes if note)
@@ -88,11 +92,16 @@ def _title(runs: Sequence[dict[str, Any]]) -> str:
     return f"To {Score.of_summary(runs[0]).aim(target)}"
 
 
+def _reached(runs: Sequence[dict[str, Any]]) -> bool:
+    return all(run["reached_round"] is not None for run in runs)
+
+
 def _comparison_cells(
-    runs: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]], volume_factor: float
+    runs: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]], volume_factor: float, with_test: bool
 ) -> list[str]:
-    missed = runs[0]["target"] is not None and any(run["reached_round"] is None for run in runs)
-    factor, form = (100, "{:.1f}") if Score.of_summary(first[0]).is_share else (1, "{:.4g}")
+    """The cells of one row; without `first`, it is compared with nothing."""
+    missed = runs[0]["target"] is not None and not _reached(runs)
+    factor, form = (100, "{:.1f}") if Score.of_summary(runs[0]).is_share else (1, "{:.4g}")
 
     def values(key: str) -> list[float | None]:
         return [None if run[key] is None else factor * run[key] for run in runs]
@@ -100,11 +109,11 @@ def _comparison_cells(
     cells = [
         _spread([run["reached_round"] or run["rounds"] for run in runs], "{:.0f}") + ("*" if missed else ""),
         _spread(values("mean_accuracy"), form),
-        *([_spread(values("test_accuracy"), form)] if tested([*runs, *first]) else []),
+        *([_spread(values("test_accuracy"), form)] if with_test else []),
     ]
     for key in ("down_bytes", "total_bytes"):
         own = _mean(runs, key)
-        cells += [_number(own / volume_factor), _factor(_mean(first, key) / own) if own else "–"]
+        cells += [_number(own / volume_factor), _factor(_mean(first, key) / own) if own and first else "–"]
     shares = [run["mean_download_share"] for run in runs if run["mean_download_share"] is not None]
     return [*cells, f"{100 * statistics.fmean(shares):.1f}" if shares else "–"]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gluefl import __version__
+from gluefl.errors import pip_install
 
 State = Literal["ok", "absent", "failed"]  # absent: an optional part that is not installed; not a failure
 DEVELOPMENT = "dev"  # the extra of people who work on this project
@@ -38,7 +39,7 @@ def versions() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
     for name, bounds, extra in _requirements():
         if not extra:
-            yield _library(name, bounds, f"pip install '{name}{bounds}'", missing="failed")
+            yield _library(name, bounds, pip_install(f"{name}{bounds}"), missing="failed")
 
 
 def devices() -> Iterator[Finding]:
@@ -65,7 +66,7 @@ def extras() -> Iterator[Finding]:
     """The optional parts: what is installed, or the line that installs it."""
     names = dict.fromkeys(extra for _, _, extra in _requirements() if extra not in ("", DEVELOPMENT))
     for extra in names:
-        line = f"pip install 'gluefl[{extra}]'"
+        line = pip_install(f"gluefl[{extra}]")
         found = [_library(name, bounds, line, "absent") for name, bounds, of in _requirements() if of == extra]
         worst = next((one for one in found if one.state != "ok"), found[0])
         yield Finding(extra, worst.state, ", ".join(one.detail for one in found), worst.advice)

@@ -35,6 +35,9 @@ from gluefl.vectors.layout import Layout, split
 
 FORMAT, VERSION = "gluefl-cells", 1  # of the file
 SCALE = ".scale"
+AVERAGED = (
+    f"{MODEL} is an average over versions, on no grid. The exported file is the last version, as clients have it."
+)
 TYPES = (np.int8, np.int16, np.int32, np.int64)
 
 
@@ -58,7 +61,8 @@ class Export:
     float32_bytes: int
     metric: str
     accuracy: float
-    model_accuracy: float | None  # of model.safetensors, the average over versions if the run has one
+    model_accuracy: float | None  # of model.safetensors, None if the run is not finished
+    averaged: bool  # whether model.safetensors is an average over versions
     tensors: dict[str, int]  # how many have cells of each type
 
     @property
@@ -146,6 +150,7 @@ def export(run: Path, out: Path, device: str = "cpu") -> Export:
         metric=evaluation.metric,
         accuracy=accuracies[0],
         model_accuracy=accuracies[1] if handed_over is not None else None,
+        averaged=handed_over is not None and bool(config.server.average),
         tensors=_types(cells),
     )
 
@@ -160,6 +165,8 @@ def export_table(result: Export) -> Table:
     model_accuracy = "–" if result.model_accuracy is None else score.short(result.model_accuracy)
     table.add_row(f"{MODEL} (float32)", volume(result.float32_bytes), "1", model_accuracy)
     kinds = ", ".join(f"{count} × {kind}" for kind, count in result.tensors.items())
+    if result.averaged:
+        table.caption, table.caption_justify = AVERAGED, "left"
     ratio = f"{result.as_json['ratio']:.2f}"
     table.add_row(f"{result.file} (tensors: {kinds})", volume(result.bytes), ratio, score.short(result.accuracy))
     return table

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gluefl.errors import DataError, UsageError
+from gluefl.errors import DataError, UsageError, pip_install
 from gluefl.populations import files
 from gluefl.populations.grouped import Grouped, Selection, dealt, grouped, source
 
@@ -163,7 +163,7 @@ def _opened(dataset: Any, split: str, test_split: str | None, test: Any) -> tupl
         try:
             import datasets
         except ImportError:
-            raise UsageError(f"opening the dataset {str(dataset)!r} needs: pip install datasets") from None
+            raise UsageError(f"opening the dataset {str(dataset)!r} needs: {pip_install('datasets')}") from None
         try:
             saved = any((Path(dataset) / name).exists() for name in SAVED)
             dataset = datasets.load_from_disk(dataset) if saved else datasets.load_dataset(dataset)

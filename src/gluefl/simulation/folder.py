@@ -147,12 +147,22 @@ class RunFolder:
         """A run goes on with the configuration it was started with; only its end and its memory may change."""
         before, now = _fixed(old), _fixed(self.description)
         if before != now:
-            lines = "\n".join(f"  {line}" for line in sorted(set(before) ^ set(now)))
+            lines = "\n".join(f"  {line}" for line in _differences(before, now))
             hint = "" if any(line.startswith(f"{EVERY} = ") for line in before) else EARLIER
             raise UsageError(
                 f"{self.path} holds a run of another configuration, it cannot be resumed with this one.{hint} "
                 f"They differ in:\n{lines}"
             )
+
+
+def _differences(before: list[str], now: list[str]) -> list[str]:
+    """The lines of only one of two configurations, key by key."""
+    keys = dict.fromkeys(line.partition(" = ")[0] for line in sorted(set(before) ^ set(now)))
+
+    def value(lines: list[str], key: str) -> str:
+        return next((line.partition(" = ")[2] for line in lines if line.partition(" = ")[0] == key), "absent")
+
+    return [f"{key}: {value(before, key)} in the folder, {value(now, key)} now" for key in keys]
 
 
 def same_configuration(a: str, b: str) -> bool:

@@ -109,8 +109,11 @@ def raw(study: Study, choice: Choice) -> dict[str, Any]:
             tree["population"]["clients"] = shared["small"]["population"]["clients"]
         else:
             tree = merged(tree, shared["population"].get(choice.population, {}))
-    if choice.rounds is not None:
-        tree["rounds"] = choice.rounds
+    if choice.rounds is not None:  # also of runs for which the study has another number
+        tree |= {
+            "rounds": choice.rounds,
+            "compare": {key: _without_rounds(own) for key, own in tree["compare"].items()},
+        }
     return with_sets(tree, choice.sets)
 
 
@@ -132,6 +135,10 @@ def _layered(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for tree in trees:
         result = merged(result, tree)
     return result
+
+
+def _without_rounds(own: Any) -> Any:
+    return {key: value for key, value in own.items() if key != "rounds"} if isinstance(own, dict) else own
 
 
 def _without_seeds(settings: Mapping[str, Any]) -> dict[str, Any]:
