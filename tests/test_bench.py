@@ -140,7 +140,6 @@ def test_what_is_compared_on_a_gpu_gives_the_same_deltas() -> None:
     work = partial(models._Work, "leaf_cnn", "cpu", 2, 8)
     candidates, apart = models._stacked(work)
     assert candidates.keys() == {"gluefl_s", "without_tf32_s", "vmap_s"}
-    assert candidates["vmap_s"].trainer.layers is None and candidates["gluefl_s"].trainer.layers is not None
     assert max(apart.values()) < 1e-4
     assert models._on_cpu(1, work)[1]["loop_apart"] < 1e-4
 
