@@ -121,7 +121,8 @@ def test_the_smallest_rate_is_not_above_the_first() -> None:
     for kind in (LocalSGD, LocalAdam):
         with pytest.raises(UsageError, match=r"lr_min = 0\.5 must not be above lr = 0\.01"):
             kind(lr=0.01, lr_min=0.5)
-    assert LocalSGD(lr=0.01, lr_min=0.5, schedule=lambda round: 0.1).rate(1) == 0.1  # which ignores both
+        with pytest.raises(UsageError, match=r"lr_min = 0\.5 has no effect beside a schedule"):
+            kind(lr_min=0.5, schedule=lambda round: 0.1)
 
 
 def test_frozen_coordinates_leave_control_variates_as_they_are() -> None:

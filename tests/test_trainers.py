@@ -177,6 +177,8 @@ def test_the_choice_on_a_cpu(name, trainer):
 class Population:
     """All that the choice of a trainer asks of one."""
 
+    clients = 1
+    size = staticmethod(lambda client: 3)
     shape = (1, 28, 28)
     transform = staticmethod(lambda inputs: inputs)
     train = staticmethod(lambda client: Samples(torch.zeros(3, 1, 28, 28), torch.zeros(3, dtype=torch.long)))

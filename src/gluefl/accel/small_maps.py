@@ -39,8 +39,9 @@ class SmallMaps(nn.Conv2d):
             return super().forward(x)  # raises PyTorch's message
         if self.groups == 1 and (self.kernel_size, self.padding) == ((1, 1), (0, 0)):
             return _pixelwise(x[:, :, :: self.stride[0], :: self.stride[1]], self.weight.flatten(1), self.bias)
-        if self.groups == 1 and size == after == (1, 1):
-            tap = self.weight[:, :, self.padding[0], self.padding[1]]  # the others meet the padding
+        row, column = self.padding
+        if self.groups == 1 and size == after == (1, 1) and row < self.kernel_size[0] and column < self.kernel_size[1]:
+            tap = self.weight[:, :, row, column]  # the others meet the padding
             return _pixelwise(x, tap, self.bias)
         if self.groups == self.in_channels == self.out_channels:
             return self._depthwise(x, size, after)

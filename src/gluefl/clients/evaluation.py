@@ -76,7 +76,7 @@ class Evaluator:
         metric, loss = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         count, labelled = metric.double(), metric.double()
         for at in range(0, len(samples), self.batch):
-            batch = samples[at : at + self.batch]
+            batch = samples[at : at + self.batch].copied()
             outputs = applied(self.module, self.population.transform(batch.inputs))
             known = weight(batch.labels)
             # Where all labels of a batch are −100, there is no mean loss.

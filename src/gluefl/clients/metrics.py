@@ -81,7 +81,7 @@ def right_labels(outputs: Tensor, labels: Tensor) -> Tensor:
 
 def f1_sums(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Twice the true positives, and the positives that were expected and guessed: their ratio is F1 over all labels."""
-    expected, guessed = labels > 0.5, fitting(outputs, labels) > 0
+    expected, guessed = labels > 0.5, (fitting(outputs, labels) > 0) & (labels != IGNORED)
     return 2 * (expected & guessed).sum(), expected.sum() + guessed.sum()
 
 

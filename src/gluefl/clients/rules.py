@@ -31,6 +31,7 @@ from gluefl.errors import UsageError
 from gluefl.parameters import Count, Decay, NonNegative, Positive, Share, check_inherited, checked
 
 MOST_SAMPLES = 10**8  # of a client in a round: their indices are listed
+FALLING = ("lr_decay", "lr_decay_every", "lr_min")  # how a rate falls without a schedule
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) → mean loss of the batch
 
 
@@ -124,13 +125,21 @@ class Schedule:
         """Steps and epochs are two units of one length; a rate falls to `lr_min`."""
         if self.steps is not None and self.epochs is not None:
             yield "give steps or epochs, not both"
+        if self.schedule is not None:
+            for key in FALLING:
+                if getattr(self, key) != getattr(Schedule, key):
+                    yield f"{key} = {getattr(self, key)} has no effect beside a schedule: remove one of them"
         if self.schedule is None and 0 < self.lr < self.lr_min:
             yield f"lr_min = {self.lr_min} must not be above lr = {self.lr}"
 
     def rate(self, round: int) -> float:
         """The learning rate of a round: lowered by `lr_decay` after every `lr_decay_every` rounds, or by `schedule`."""
         if self.schedule is not None:
-            rate = float(self.schedule(round))
+            given = self.schedule(round)
+            try:
+                rate = float(given)
+            except (TypeError, ValueError):
+                raise UsageError(f"schedule({round}) is {given!r}: a learning rate must be a number.") from None
             if not 0 < rate < math.inf:
                 raise UsageError(f"schedule({round}) is {rate}: a learning rate must be positive and finite.")
             return rate

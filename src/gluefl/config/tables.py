@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from gluefl.clients.losses import LOSSES
 from gluefl.clients.optimisers import Clipped, LocalAdam, Scaffold
-from gluefl.clients.rules import LocalRule, LocalSGD, Schedule
+from gluefl.clients.rules import FALLING, LocalRule, LocalSGD, Schedule
 from gluefl.clients.schedules import Falling, Shape
 from gluefl.clients.trainers.choice import TRAINERS
 from gluefl.core import optimizer
@@ -133,7 +133,8 @@ def local_rule(training: Any, share: float) -> LocalRule:
     kind = RULES[training.rule]
     values = {key: getattr(training, key, None) for key in declarations(kind)} | {"share": share}
     values["schedule"] = _schedule(training)
-    given = {key: values[key] for key in declarations(kind) if values[key] is not None}
+    unused = () if values["schedule"] is None else FALLING
+    given = {key: values[key] for key in declarations(kind) if values[key] is not None and key not in unused}
     rule = kind(**given)
     return rule if training.clip_norm is None else Clipped(rule, norm=training.clip_norm)
 
@@ -147,8 +148,9 @@ def _schedule(training: Any) -> Falling | None:
     else:
         if training.schedule_rounds is None:
             problems.append("schedule needs schedule_rounds, the round up to which the learning rate falls")
-        if training.lr_decay != SCHEDULE["lr_decay"][1]:
-            problems.append("give schedule or lr_decay, not both")
+        for key in ("lr_decay", "lr_decay_every"):
+            if getattr(training, key) != SCHEDULE[key][1]:
+                problems.append(f"give schedule or {key}, not both")
     if problems:
         raise ParameterError("training", [Problem("", problem) for problem in problems])
     if training.schedule is None:

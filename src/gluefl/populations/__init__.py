@@ -52,6 +52,10 @@ class Samples:
         """The same on a device."""
         return self.each(lambda tensor: tensor.to(device))
 
+    def copied(self) -> "Samples":
+        """The same in memory of their own: a transform or a model may write into its inputs."""
+        return self.each(torch.clone)
+
     @property
     def nbytes(self) -> int:
         """Their size in memory."""
@@ -60,11 +64,20 @@ class Samples:
 
 def samples_of(given: Any, source: str) -> Samples:
     """What a population returned as samples, whatever class holds inputs and labels."""
-    if isinstance(given, Samples):
-        return given
     if not hasattr(given, "inputs") or not hasattr(given, "labels"):
         raise UsageError(f"{source} returned a {type(given).__name__}; needed gluefl.Samples.")
-    return Samples(given.inputs, given.labels)
+    samples = given if isinstance(given, Samples) else Samples(given.inputs, given.labels)
+    if samples.labels.dtype == torch.uint8:  # in which −100, an unknown label, is 156
+        return Samples(samples.inputs, samples.labels.long())
+    return samples
+
+
+def first_samples(population: "Population") -> Samples:
+    """The samples of the first client that has any, or the test samples."""
+    for client in range(min(population.clients, PROBED)):
+        if population.size(client):
+            return samples_of(population.train(client), "train")
+    return samples_of(population.test(), "test")
 
 
 def together(samples: Sequence[Samples]) -> Samples:
@@ -113,6 +126,9 @@ class Population(Protocol):
         """Raw inputs to model inputs (float32, normalised), on their device: deterministic, and sample by sample.
         Dicts and tuples, too."""
         ...
+
+
+PROBED = 1000  # clients, to find one that has samples
 
 
 def inline(population: Population, samples: int | None = None, name: str = "") -> str:

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from gluefl.clients.metrics import IGNORED
 from gluefl.errors import GlueFLError, UsageError
 from gluefl.parameters import Has, NonNegativeCount, check
-from gluefl.populations import Population, Samples, samples_of
+from gluefl.populations import PROBED, Population, Samples, first_samples, samples_of
 from gluefl.populations.inputs import KINDS, applied, form
 from gluefl.populations.inputs import problem as problem_of
+from gluefl.randomness import stream
 from gluefl.simulation.settings import Options, Setting
 from gluefl.vectors.frozen import copied, frozen_digest, frozen_parameters
-from gluefl.vectors.layout import check_initialised
+from gluefl.vectors.layout import check_initialised, evaluating
+from gluefl.watching import BY_CALLBACK
 
 DIFFERENCES = tuple(getattr(nn.functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber"))
 FROZEN = "frozen"  # in the metadata of a model's file: the digest of the part that it leaves out
-PROBED = 1000  # clients whose samples are looked at when a run has failed
 AnyPopulation = Annotated[Any, Has(("clients", "classes", "shape", "size", "train", "test", "transform"))]
 
 
@@ -37,7 +38,22 @@ def check_arguments(*arguments: Any) -> None:
         "options": Options | None,
     }
     check("train", **{name: (kind, value) for (name, kind), value in zip(kinds.items(), arguments, strict=True)})
-    check_initialised(arguments[0])
+    model, population, _, _, setting, _ = arguments
+    check_initialised(model)
+    if setting is not None and hasattr(setting.devices, "check"):  # traces may know fewer clients
+        setting.devices.check(population.clients)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A copy of a module with parameters of its own; frozen ones are shared."""
+    try:
+        return copied(model)
+    except Exception as error:
+        raise UsageError(
+            f"{type(model).__name__} cannot be copied, and every worker needs a copy: {error}. Remove what "
+            "copy.deepcopy refuses from the module: a lock, an open file, a tensor with a gradient. Instead of "
+            "nn.utils.weight_norm use nn.utils.parametrizations.weight_norm."
+        ) from error
 
 
 def load_weights(module: nn.Module, path: Path | str) -> None:
@@ -76,6 +92,8 @@ def explained(model: nn.Module, population: Population, setting: Setting) -> Ite
     except (GlueFLError, OSError, MemoryError):
         raise
     except Exception as error:
+        if BY_CALLBACK in getattr(error, "__notes__", ()):
+            raise
         reason = misfit(model, population, setting)
         if reason is None:
             raise
@@ -85,11 +103,11 @@ def explained(model: nn.Module, population: Population, setting: Setting) -> Ite
 def misfit(model: nn.Module, population: Population, setting: Setting) -> str | None:
     """Why samples of this population cannot be used with this model, loss and metric; None if they can."""
     try:
-        test = population.test()
+        test = samples_of(population.test(), "test")
         reason = _of_samples(test, population.classes, "the test samples", setting)
         for client in range(min(population.clients, PROBED)):
             if reason is None and population.size(client):
-                own = population.train(client)
+                own = samples_of(population.train(client), "train")
                 reason = _of_samples(own, population.classes, f"client {client}", setting)
         return reason or unfit(model, population, setting, test) or _untrainable(model, population, setting)
     except GlueFLError as error:
@@ -115,19 +133,10 @@ def _of_samples(samples: Samples, classes: int, owner: str, setting: Setting) ->
     return f"{owner}: labels must lie between 0 and classes − 1 = {classes - 1}; found {lowest} to {highest}."
 
 
-def first_samples(population: Population) -> Samples:
-    """The samples of the first client that has any, or the test samples."""
-    for client in range(min(population.clients, PROBED)):
-        if population.size(client):
-            return population.train(client)
-    return population.test()
-
-
 @torch.no_grad()
 def unfit(model: nn.Module, population: Population, setting: Setting, samples: Samples) -> str | None:
     """Why model, loss and metric cannot be applied to the first two of these samples; None if they can."""
-    device = next(model.parameters()).device
-    two, training = samples_of(samples, "the population")[:2].to(device), model.training
+    two = samples[:2].to(next(model.parameters()).device).copied()
     labels, step = two.labels, f"the population cannot transform inputs of {form(two.inputs)}"
     try:
         inputs = population.transform(two.inputs)
@@ -135,7 +144,8 @@ def unfit(model: nn.Module, population: Population, setting: Setting, samples: S
             return f"the population's transform must return {KINDS}; found {problem}."
         kind = next(model.parameters()).dtype
         step = f"the model, whose weights are {kind}, cannot be applied to inputs of {form(inputs)}"
-        outputs = applied(model.eval(), inputs)
+        with evaluating(model):
+            outputs = applied(model, inputs)
         step = f"the loss cannot be applied to the model's {form(outputs)} and labels of {form(labels)}"
         loss = setting.loss(outputs, labels)
         if not isinstance(loss, Tensor) or loss.dim():
@@ -149,18 +159,17 @@ def unfit(model: nn.Module, population: Population, setting: Setting, samples: S
             )
     except Exception as error:
         return f"{step}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    finally:
-        model.train(training)
     return None
 
 
 def _untrainable(model: nn.Module, population: Population, setting: Setting) -> str | None:
-    own = samples_of(first_samples(population), "the population")[: setting.training.batch]
-    own = own.to(next(model.parameters()).device)
+    samples = first_samples(population)
     try:
+        batches = setting.training.batches(stream(setting.seed, "probe"), len(samples))
+        own = samples[batches[0]].to(next(model.parameters()).device)
         loss = setting.loss(applied(copied(model).train(), population.transform(own.inputs)), own.labels)
     except Exception as error:
-        return f"the model cannot be trained on a batch of {len(own)} samples: {error}"
+        return f"the model cannot be trained on a batch of {setting.training.batch} samples: {error}"
     return None if loss.requires_grad else "the loss does not depend on the model's weights: it has no gradient."
 
 
@@ -175,12 +184,9 @@ def check_shapes(model: nn.Module, population: Population, setting: Setting) -> 
     """Refuse outputs (N, 1) for labels (N,) and the like, from which a loss of differences makes (N, N) errors."""
     if setting.loss not in DIFFERENCES:
         return
-    device, training = next(model.parameters()).device, model.training
-    two = samples_of(first_samples(population), "the population")[:2].to(device)
-    try:
-        outputs = applied(model.eval(), population.transform(two.inputs))
-    finally:
-        model.train(training)
+    two = first_samples(population)[:2].to(next(model.parameters()).device).copied()
+    with evaluating(model):
+        outputs = applied(model, population.transform(two.inputs))
     if outputs.shape != two.labels.shape:
         raise UsageError(
             f"the model gives {tuple(outputs.shape)} for labels {tuple(two.labels.shape)}: {setting.loss.__name__} "

@@ -15,9 +15,9 @@ from gluefl.core.averaging import Averaging
 from gluefl.core.sampling import Sampler
 from gluefl.errors import UsageError
 from gluefl.fleet import Arrivals, Devices, Fleet, Instant
-from gluefl.populations import Population
+from gluefl.populations import Population, first_samples
 from gluefl.populations.held_out import SHARE, HeldOut
-from gluefl.simulation.arguments import first_samples, unfit
+from gluefl.simulation.arguments import unfit
 from gluefl.simulation.result import Result
 from gluefl.simulation.run import train
 from gluefl.simulation.settings import Evaluation, Options, Setting

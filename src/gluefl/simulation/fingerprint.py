@@ -24,7 +24,7 @@ from gluefl.populations.inputs import applied, parts
 from gluefl.randomness import stream
 from gluefl.storage import toml
 from gluefl.storage.described import add_tensors
-from gluefl.vectors.layout import Layout
+from gluefl.vectors.layout import Layout, evaluating
 
 # How far outputs and losses may differ, relatively: another CPU rounds differently, a GPU also rounds the factors of
 # its products. Another activation or loss is further away.
@@ -60,9 +60,9 @@ def fingerprint(
     """Of a few clients, the test samples, the module, its loss and its metric."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update(repr((population.clients, population.classes, tuple(population.shape))).encode())
-    test, clients = population.test(), _clients(population.clients)
+    test, clients = samples_of(population.test(), "test"), _clients(population.clients)
     digest.update(repr([population.size(client) for client in clients]).encode())
-    for samples in (test, *(population.train(client) for client in clients[:READ])):
+    for samples in (test, *(samples_of(population.train(client), "train") for client in clients[:READ])):
         if not isinstance(samples.inputs, Tensor):
             digest.update(repr(sorted(samples.inputs) if isinstance(samples.inputs, Mapping) else "tuple").encode())
         add_tensors(digest, *parts(samples.inputs), samples.labels)
@@ -148,20 +148,17 @@ def _probe(
     module: nn.Module, population: Population, test: Samples, loss: Loss, metric: Metric
 ) -> tuple[list[float] | None, list[float] | None, list[float] | None]:
     """Outputs of the module for a few samples, losses, and what the metric makes of a pattern."""
-    device, modes = next(module.parameters()).device, {part: part.training for part in module.modules()}
-    first = samples_of(test, "test")[:PROBED].to(device)
+    device = next(module.parameters()).device
+    first = test[:PROBED].to(device).copied()
     try:
-        module.eval()
-        outputs = applied(module, population.transform(first.inputs))
+        with evaluating(module):
+            outputs = applied(module, population.transform(first.inputs))
         values = outputs.flatten()[:OUTPUTS].tolist()
         # The first outputs of a model are small, where many losses are alike.
         pattern = 3 * torch.cos(1.7 * torch.arange(outputs.numel(), device=device)).view_as(outputs).to(outputs.dtype)
         losses = [float(loss(outputs, first.labels)), float(loss(pattern, first.labels))]
     except Exception:
         return None, None, None  # what is wrong with the model or its data is reported when it is trained
-    finally:
-        for part, training in modes.items():
-            part.training = training
     measured = _measured(metric, pattern, first.labels)
     return (values, losses, measured) if all(map(math.isfinite, (*values, *losses))) else (None, None, measured)
 

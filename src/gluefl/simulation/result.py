@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gluefl import files
 from gluefl.clients.metrics import TOP_1, Metric, metric_of
 from gluefl.errors import Damaged, MissingExtra, UsageError
-from gluefl.populations import Population
+from gluefl.populations import Population, samples_of
 from gluefl.populations.inputs import KINDS, applied, each, parts, problem
 from gluefl.scores import Score
 from gluefl.storage.journal import Journal, Line
@@ -73,7 +73,7 @@ class Result:
         self.module.eval()
         outputs = []
         for start in range(0, count, BATCH):
-            batch = each(lambda tensor: tensor[start : start + BATCH].to(device), raw)  # noqa: B023 - used at once
+            batch = each(lambda tensor: tensor[start : start + BATCH].to(device, copy=True), raw)  # noqa: B023 - used at once
             outputs.append(applied(self.module, self.population.transform(batch)))
         return torch.cat(outputs)
 
@@ -86,7 +86,7 @@ class Result:
         numbers = range(self.population.clients) if clients is None else clients
         accuracies = {}
         for client in numbers:
-            samples = self.population.train(client)
+            samples = samples_of(self.population.train(client), "train")
             if len(samples):
                 total, count = chosen.sums(self.predict(samples.inputs), samples.labels)
                 if count:

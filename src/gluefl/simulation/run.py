@@ -28,7 +28,7 @@ from gluefl.populations import Population
 from gluefl.populations.stored import described
 from gluefl.randomness import stream
 from gluefl.scores import perplexity
-from gluefl.simulation.arguments import FROZEN, check_arguments, check_shapes, explained, load_weights
+from gluefl.simulation.arguments import FROZEN, check_arguments, check_shapes, copy_of, explained, load_weights
 from gluefl.simulation.channel import Encoded, Measured
 from gluefl.simulation.engines import engine_of
 from gluefl.simulation.fingerprint import fingerprint
@@ -45,7 +45,7 @@ from gluefl.storage.journal import Journal, Totals
 from gluefl.storage.names import CHECKPOINT, JOURNAL
 from gluefl.strategies import Space, Strategy
 from gluefl.strategies.registry import name_of, row_of
-from gluefl.vectors.frozen import copied, frozen_digest, frozen_parameters
+from gluefl.vectors.frozen import frozen_digest, frozen_parameters
 from gluefl.vectors.layout import Layout
 from gluefl.vectors.sparse import whole
 from gluefl.watching import Goal, Watched
@@ -79,7 +79,7 @@ def train(
     check_arguments(model, population, sampler, rounds, setting, options)
     setting, options = setting or Setting(), options or Options()
     evaluation, device = setting.evaluation, device_of(options.device)
-    population, metric, module = evaluation.applied_to(population), evaluation.metric, copied(model).to(device)
+    population, metric, module = evaluation.applied_to(population), evaluation.metric, copy_of(model).to(device)
     if setting.initial_weights is not None:
         load_weights(module, setting.initial_weights)
     chosen = sampler or _default_sampler(strategy, population.clients)
@@ -89,6 +89,7 @@ def train(
         sim, state = held.enter_context(_simulation(core, module, population, setting, options))
         evaluator = Evaluator(module, core.layout, population, setting.loss, metric, evaluation.batch, device)
         evaluator.check()
+        check_shapes(module, population, setting)
         folder, journal = None, Journal(clients=options.journal_clients)
         if options.folder is not None:
             identity = fingerprint(module, sim.core.layout, population, setting.loss, metric)
@@ -96,7 +97,6 @@ def train(
             held.enter_context(folder.locked(options.resume, state))
             journal = Journal(options.folder / JOURNAL, options.journal_clients)
             state = folder.open(state, journal)
-        check_shapes(module, population, setting)
         spacing = Spacing(evaluation.every, rounds)
         totals = Totals.of(journal.stored(), evaluation.target, evaluation.average, metric.score, spacing)
         goal = Goal(metric.score.on(evaluator.decides_on), evaluation.target, evaluation.average, spacing)

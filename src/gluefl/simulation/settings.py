@@ -1,5 +1,6 @@
 """The parameters of `train`: what is computed (`Setting`), when it is evaluated, and how it is carried out."""
 
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,14 @@ def _callback(value: Any) -> Any:
     if isinstance(value, type) or not (callable(value) or hasattr(value, "watch")):
         raise ValueError("input should be a function of (line, state), or an object that has watch")
     return value
+
+
+def _problem_of_toml(text: str) -> str | None:
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        return str(error)
+    return None
 
 
 Callbacks = Annotated[tuple[Annotated[Any, BeforeValidator(_callback)], ...], Strict(False)]
@@ -117,6 +126,10 @@ class Options:
             yield "resume = True needs out, the folder of the run to go on with"
         if self.workers is not None and self.engine not in ("processes", "ray"):
             yield f"workers = {self.workers} needs engine = 'processes' or 'ray'"
+        if self.trainer != "auto" and not isinstance(self.engine, str | None):
+            yield f"trainer = {self.trainer!r} has no effect on an engine object, which has a trainer of its own"
+        if self.description is not None and (problem := _problem_of_toml(self.description)):
+            yield f"description must be the text of a TOML file: {problem}"
         if self.ray_address is not None and self.engine != "ray":
             yield f"ray_address = {self.ray_address!r} needs engine = 'ray'"
 

@@ -1,6 +1,6 @@
 """The clients' half of a round in a simulation: updates are compressed, encoded and sent."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,7 +53,12 @@ def sent_by_clients(
     if isinstance(sim.engine, UploadingEngine):
         sent = collect(sim, sim.engine, state, groups, shared, cohort)
     else:
-        sent = compress(sim, state, groups, shared, cohort.clients, sim.engine.train(cohort))
+        outcomes = sim.engine.train(cohort)
+        try:
+            sent = compress(sim, state, groups, shared, cohort.clients, outcomes)
+        finally:
+            if isinstance(outcomes, Generator):  # after an error, too, its trainer ends here
+                outcomes.close()
     return replace(sent, forgotten=forgotten)
 
 

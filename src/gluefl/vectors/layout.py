@@ -12,6 +12,7 @@ travels. A module that updates other buffers in training names them in an attrib
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -149,6 +150,18 @@ def check_initialised(module: nn.Module) -> None:
 def write(target: Tensor, values: Tensor) -> None:
     """Copy values into a tensor of a module. An averaged batch count need not be whole; the module's counter is."""
     target.copy_(values if target.is_floating_point() else values.round())
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation mode; then every part of it is in its own mode again."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        module.eval()
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
 
 
 def _tracked(module: nn.Module) -> list[tuple[str, Tensor]]:

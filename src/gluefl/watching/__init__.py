@@ -44,6 +44,9 @@ else:
     AfterRound = Callable[[dict[str, Any], Any], bool | None]
 
 
+BY_CALLBACK = "raised by a callback of the run"  # a note of such an error
+
+
 @dataclass(frozen=True)
 class Goal:
     """What the evaluations of a run measure, and what they aim at."""
@@ -99,7 +102,12 @@ def watching(callbacks: Sequence[Callback], run: Watched) -> Iterator[AfterRound
 
         def after_round(line: "Line", state: "State") -> None:
             for function in functions:
-                if function(line, state):
+                try:
+                    over = function(line, state)
+                except Exception as error:
+                    error.add_note(BY_CALLBACK)
+                    raise
+                if over:
                     run.stop("a callback returned True")
 
         yield after_round

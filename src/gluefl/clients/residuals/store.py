@@ -124,6 +124,8 @@ class Residuals:
     def close(self) -> None:
         """Wait for the writes in progress, also after a failure."""
         self._file.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def _forget(self, client: int) -> None:
         del self._used[client]

@@ -14,7 +14,7 @@ from gluefl.clients.trainers.loop import Loop
 from gluefl.clients.trainers.stacked import Stacked
 from gluefl.clients.trainers.workers import Workers
 from gluefl.errors import UsageError
-from gluefl.populations import Population, samples_of
+from gluefl.populations import Population, first_samples
 from gluefl.populations.inputs import Inputs, applied, at, parts
 from gluefl.vectors.frozen import copied
 from gluefl.vectors.layout import Layout
@@ -50,12 +50,18 @@ def choose(
             f"deterministic and treat every sample by itself: measure means and maxima beforehand. {AUGMENTATION}"
         )
     flat = not isinstance(rule, TorchOptimizer)
+    rounded = [part for part in layout.weights if part.dtype != layout.dtype]
+    if rounded and name not in ("auto", "loop"):
+        raise UsageError(
+            f"training.trainer = '{name}' keeps weights as the module does, and '{rounded[0].name}' is "
+            f"{rounded[0].dtype}, which loses small steps: use 'loop', or a module in float32."
+        )
     stackable = flat and not pass_.random and bool(getattr(module, "stackable", True))
     check_precision(precision_of(rule), device)
     plain = type(rule) in Dense.fuses and precision_of(rule) is None
     dense = plain and is_chain(module, population) and pass_.single
     if name == "auto":
-        name = _best(module, device, pass_.random, dense, stackable)
+        name = "loop" if rounded else _best(module, device, pass_.random, dense, stackable)
     if name == "stacked" and not flat:
         raise UsageError("training.trainer = 'stacked' runs rules on flat tensors, not torch.optim: use 'loop'.")
     if name == "stacked" and not stackable:
@@ -100,7 +106,7 @@ def probe(module: nn.Module, layout: Layout, population: Population) -> Pass:
     constants = {name: buffer.clone() for name, buffer in probed.named_buffers() if name not in tracked}
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         try:
-            own = samples_of(population.train(0), "train")
+            own = first_samples(population)
             raw = own[torch.arange(2) % len(own)].to(device).inputs
             alone = [at(raw, [row]) for row in range(2)]  # copies: a transform may write into its inputs
             untouched = _generators(device)

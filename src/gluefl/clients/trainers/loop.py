@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from gluefl.clients.precision import Precision, lowered, precision_of, raised
 from gluefl.clients.rules import Context, Final, LocalRule, Loss, Rule, TorchOptimizer, advance
 from gluefl.populations.inputs import applied
 from gluefl.vectors.layout import Layout, split
+
+GENERATOR = Lock()  # on PyTorch's generator, which other runs of this process draw from, too
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Loop:
         """Client after client."""
         for job in jobs:
             # Dropout depends on the job alone; the global generator is restored.
-            with torch.random.fork_rng(devices=[cohort.weights.device] if cohort.weights.is_cuda else []):
+            devices = [cohort.weights.device] if cohort.weights.is_cuda else []
+            with GENERATOR, torch.random.fork_rng(devices=devices):
                 torch.manual_seed(job.seed)
                 outcome = self.train_client(cohort, job, rule)
             yield outcome

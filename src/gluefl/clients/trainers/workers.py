@@ -83,7 +83,7 @@ class Workers:
     @torch.no_grad()
     def _accepts_channels_last(self, job: Job) -> bool:
         # `x.view(len(x), -1)` after a convolution needs the channels first.
-        module = self._converted()
+        module = self._converted().train()
         inputs = self.transform(at(job.samples.inputs, job.batches[0]))
         try:
             applied(module, _channels_last(inputs))
