@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gluefl.cli import main
+from gluefl.errors import UsageError
 from gluefl.experiments.studies.catalogue import Choice, configurations, load, names
 from gluefl.experiments.studies.claims import Claim, claims, results, table
 from gluefl.experiments.studies.findings import Grid, findings
@@ -122,3 +123,13 @@ def test_the_tables_of_the_document_are_those_of_the_results(tmp_path) -> None:
 def test_the_page_of_the_reproduction_is_that_of_its_results() -> None:
     text = (make_reproduction.DOCS / "reproduction.md").read_text(encoding="utf-8")
     assert make_reproduction.filled(text, results([make_reproduction.DOCS / "results"])) == text
+
+
+def test_two_results_of_one_study_are_refused_and_a_file_is_read(tmp_path) -> None:
+    rows = {"fedavg": {"download": [1.0, 1.0, 1.0]}, "gluefl": {"download": [0.7, 0.72, 0.71]}}
+    study = json.dumps(result("table2", "small scale", rows))
+    for name in ("old.json", "new.json"):
+        (tmp_path / name).write_text(study)
+    with pytest.raises(UsageError, match=r"new\.json and .*old\.json are both results of the study table2"):
+        results([tmp_path])
+    assert [one["study"] for one in results([tmp_path / "old.json"])] == ["table2"]

@@ -193,3 +193,11 @@ def test_what_lies_on_no_grid_is_an_error() -> None:
         with pytest.raises(GlueFLError, match="lies on no grid"):
             to_cells(torch.tensor(values))
     assert to_cells(torch.zeros(0))[0].dtype == torch.int8
+
+
+def test_the_model_of_an_earlier_end_is_not_compared(runs, tmp_path) -> None:
+    copy = shutil.copytree(runs / "lean", tmp_path / "copy")
+    for name in ("summary.json", "checksums.json"):  # as a resume leaves it
+        (copy / name).unlink()
+    report = json.loads(gluefl("export", copy, "--out", tmp_path / "a.safetensors", "--json").stdout)
+    assert report["model_accuracy"] is None and not report["averaged"]

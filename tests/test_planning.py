@@ -249,3 +249,38 @@ def test_a_measured_curve_is_read_from_a_journal() -> None:
     with pytest.raises(UsageError, match="invited twice"):
         first = {"id": [5], "staleness": [None], "down_bytes": [100], "fate": ["used"]}
         measured_share([{"clients": first}], 100, 5)
+
+
+@given(
+    clients=st.integers(3, 300),
+    over_commitment=st.floats(1, 30),
+    uniform=st.booleans(),
+    data=st.data(),
+)
+def test_probabilities_stay_probabilities_with_any_over_commitment(clients, over_commitment, uniform, data) -> None:
+    cohort = data.draw(st.integers(2, clients - 1))
+    if uniform:
+        sampler = Uniform(cohort, over_commitment=over_commitment)
+    else:
+        size = data.draw(st.integers(cohort, clients - 1))
+        sampler = Sticky(
+            cohort, size, data.draw(st.integers(1, min(cohort - 1, size - 1))), over_commitment=over_commitment
+        )
+    try:
+        sampler.check(clients)
+    except UsageError:
+        assume(False)
+    stale = staleness(sampler, clients, 200)
+    assert (stale >= 0).all() and stale.sum() <= 1 + 1e-9
+
+
+def test_plans_print_all_that_they_were_asked_for() -> None:
+    arguments = ["plan", "--clients", "100", "--cohort", "10", "--json"]
+    done = CliRunner().invoke(main, [*arguments, "--parameters", "1000000", "--network", "edge"])
+    found = json.loads(done.stdout)
+    assert found["down_bytes"] > 0 and len(found["download_s"]) == 2
+    refused = CliRunner().invoke(main, [*arguments, "--network", "edge"])
+    assert refused.exit_code == 2 and "needs parameters" in refused.stderr
+    lean = [*arguments[:2], "1000000000000", "--cohort", "1000000", "--strategy", "lean", "--parameters", "10"]
+    done = CliRunner().invoke(main, [*lean, "--rounds-exponent", "100", "--online-share", "1"])
+    assert done.exit_code == 0, done.output

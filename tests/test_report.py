@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from browser import CHROMIUM, Page, browser
+from gluefl import FedAvg, Lean
 from gluefl.cli import main
 from gluefl.experiments.commands import KEYS
 from gluefl.experiments.console import comparison_table
@@ -735,3 +736,27 @@ def test_the_download_share_of_a_run_in_progress_is_that_of_its_summary_where_ve
     complete = read_run(out).summary["mean_download_share"]
     (out / "summary.json").unlink()
     assert read_run(out).summary["mean_download_share"] == pytest.approx(complete, rel=0.01)
+
+
+def test_the_share_of_a_run_made_in_python_is_known_while_it_goes_on(tmp_path) -> None:
+    small_run(strategy=Lean(), out=tmp_path / "run", rounds=4)
+    complete = read_run(tmp_path / "run").summary["mean_download_share"]
+    (tmp_path / "run" / "summary.json").unlink()
+    assert read_run(tmp_path / "run").summary["mean_download_share"] == pytest.approx(complete, rel=0.3)  # of 164 weights
+
+
+def test_a_run_in_progress_is_not_compared(made) -> None:
+    rows = [{"strategy": run.label} | run.summarised(None) | {"finished": True} for run in only([made]).runs[:2]]
+    rows = [rows[0], rows[0] | {"strategy": "other", "finished": False, "window_rounds": None, "mean_accuracy": None}]
+    table = comparison_table(rows)
+    assert table.title == "So far" and "windows differ" not in table.caption
+    assert [[*column.cells][1] for column in table.columns if "less" in str(column.header)] == ["–", "–"]
+
+
+def test_a_folder_with_a_configuration_of_something_else_is_no_run(tmp_path) -> None:
+    (tmp_path / "config.toml").write_text('title = "a site"')
+    assert find([tmp_path]) == []
+    small_run(strategy=FedAvg(), out=tmp_path / "runs" / "a", rounds=1)
+    assert find([tmp_path]) == [tmp_path / "runs" / "a"]
+    done = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert done.exit_code == 0, done.output

@@ -384,3 +384,49 @@ def test_studies_are_listed_and_wrong_ones_refused(tmp_path) -> None:
 
 def test_settings_name_no_study() -> None:
     assert catalogue.SHARED not in names() and (Path(catalogue.__file__).parent / "settings.toml").exists()
+
+
+def test_a_study_that_trains_nothing_refuses_what_it_cannot_use(tmp_path) -> None:
+    for more in (
+        ["--rounds", "5"],
+        ["--model", "mlp"],
+        ["--set", "training.lr=1"],
+        ["--only", "x"],
+        ["--seeds", "1,2"],
+    ):
+        done = CliRunner().invoke(main, ["study", "figure1", "--out", str(tmp_path), *more])
+        assert done.exit_code == 2 and "trains nothing: there is nothing to choose by" in done.stderr
+    done = CliRunner().invoke(main, ["study", "--json"])
+    assert {one["study"] for one in json.loads(done.stdout)["studies"]} == set(names())
+
+
+def test_warnings_of_a_worker_are_shown(tmp_path, capfd) -> None:
+    specs = expand(
+        configurations(load("table2"), tiny(only=("fedavg",), sets=(*TINY, "checkpoint.every=2"))), [1], tmp_path
+    )
+    execute(specs, ThisProcess())
+    run = specs[0].folder
+    for name in ("summary.json", "checksums.json", "model.safetensors"):
+        (run / name).unlink()
+    newest = max((run / "checkpoint").glob("state-*.safetensors"), key=lambda path: int(path.stem.split("-")[1]))
+    data = bytearray(newest.read_bytes())
+    data[-5] ^= 1
+    newest.write_bytes(bytes(data))
+    execute(specs, WorkerProcesses(jobs=1), resume=True)
+    assert "is damaged" in capfd.readouterr().err
+
+
+def test_a_refused_resume_leaves_the_record_of_a_failure(tmp_path) -> None:
+    specs = expand(
+        configurations(load("table2"), tiny(only=("fedavg",), sets=(*TINY, "checkpoint.every=2"))), [1], tmp_path
+    )
+    execute(specs, ThisProcess())
+    run = specs[0].folder
+    (run / "summary.json").unlink()
+    (run / FAILURE).write_text("round 2: diverged")
+    other = expand(
+        configurations(load("table2"), tiny(only=("fedavg",), sets=(*TINY, "training.lr=0.5"))), [1], tmp_path
+    )
+    with pytest.raises(UsageError, match="another configuration"):
+        execute(other, ThisProcess(), resume=True)
+    assert (run / FAILURE).exists()

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,10 @@ def study(
     from gluefl.experiments.studies import catalogue
 
     if name is None:
+        if as_json:
+            studies = [{"study": title, "question": catalogue.load(title).question} for title in catalogue.names()]
+            click.echo(json.dumps({"studies": studies}))
+            return
         for title in catalogue.names():
             click.echo(f"{title:<9} {catalogue.load(title).question}")
         return

@@ -40,7 +40,7 @@ class Played:
     groups: Sequence[Group]
     parcels: Mapping[int, Parcel]
     trips: Mapping[int, Trip]
-    losses: Mapping[int, float]  # of the used clients, as all that follows
+    losses: Mapping[int, float]  # of the used clients that report one; of the used clients is all that follows
     supports: Sequence[Support]
     up_bytes: Mapping[int, int]
     expected_up_bytes: int
@@ -92,7 +92,7 @@ def record(core: Core, state: State, played: Played) -> Record:
         "wasted_up_bytes_estimate": late * played.expected_up_bytes,
         **_authors(core, played),
         **_seconds(state, played),
-        "loss": sum(played.losses.values()) / used if used else None,
+        "loss": sum(played.losses.values()) / len(played.losses) if played.losses else None,
         "accuracy": None,
         "update_density": played.update.density,
         "upload_density": sum(support.density for support in played.supports) / used if used else None,

@@ -57,9 +57,10 @@ def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     table.add_column("strategy")
     for heading in headings:
         table.add_column(heading, justify="right")
-    reached = {label: _reached(repetitions) for label, repetitions in by_label.items()}
+    reached = {label: (_reached(repetitions), _finished(repetitions)) for label, repetitions in by_label.items()}
     for label, repetitions in by_label.items():
-        even = reached[label] == reached[first[0]["strategy"]]  # a part of a run costs less than all of another
+        # A part of a run costs less than all of another.
+        even = reached[label] == reached[first[0]["strategy"]] and (_reached(repetitions) or _finished(repetitions))
         cells = _comparison_cells(repetitions, first if even else (), volumes[0], tested(runs))
         cells += [_number(_mean(repetitions, key) / seconds[0]) for key in ("total_s", "download_s")] if timed else []
         table.add_row(label, *cells)
@@ -69,8 +70,10 @@ def comparison_table(runs: Sequence[dict[str, Any]]) -> Table:
     notes += ["Time: simulated; down: the part of it that is download."] if timed else []
     if target is not None and any(run["reached_round"] is None for run in runs):
         notes.append("* not every run reached the target: the figures are those at its last round.")
-    if len(set(reached.values())) > 1:
+    if len({ended for ended, _ in reached.values()}) > 1:
         notes.append("–: one of the two reached the target and the other did not.")
+    if not _finished(runs):
+        notes.append("Not finished: nothing is compared with runs in progress.")
     if tested(runs):
         notes.append(f"Test: {runs[0]['metric']} of the final model on the test samples.")
     table.caption = "\n".join(note for note in notes if note)
@@ -84,12 +87,16 @@ def tested(runs: Sequence[dict[str, Any]]) -> bool:
 
 def _title(runs: Sequence[dict[str, Any]]) -> str:
     """What the numbers belong to. A target is named as reached only if a run reached it."""
-    target = runs[0]["target"]
+    target, last = runs[0]["target"], "After the last round" if _finished(runs) else "So far"
     if target is None:
-        return "After the last round"
+        return last
     if all(run["reached_round"] is None for run in runs):
-        return f"After the last round: no run reached {Score.of_summary(runs[0]).aim(target)}"
+        return f"{last}: no run reached {Score.of_summary(runs[0]).aim(target)}"
     return f"To {Score.of_summary(runs[0]).aim(target)}"
+
+
+def _finished(runs: Sequence[dict[str, Any]]) -> bool:
+    return all(run.get("finished", True) for run in runs)
 
 
 def _reached(runs: Sequence[dict[str, Any]]) -> bool:

@@ -28,7 +28,7 @@ from gluefl.scores import SCORES
 from gluefl.simulation.build import build_model
 from gluefl.simulation.process import device_of
 from gluefl.storage import checkpoint
-from gluefl.storage.names import CHECKPOINT, CONFIG, MODEL
+from gluefl.storage.names import CHECKPOINT, CONFIG, MODEL, SUMMARY
 from gluefl.storage.results import check_result
 from gluefl.strategies import Space
 from gluefl.vectors.layout import Layout, split
@@ -246,7 +246,7 @@ def _types(cells: Mapping[str, Tensor]) -> dict[str, int]:
 def _handed_over(run: Path) -> dict[str, Tensor] | None:
     """The result of the run, None if it is not finished."""
     path = run / MODEL
-    if not path.exists():
+    if not path.exists() or not (run / SUMMARY).exists():  # a run that goes on has the model of its earlier end
         return None
     try:
         check_result(run, MODEL)

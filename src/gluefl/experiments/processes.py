@@ -98,6 +98,8 @@ class _Worker:
         code = self.process.returncode
         diverged = code == DIVERGED
         self.display.finish(record_divergence(self.spec, message) if diverged else "" if code == 0 else "stopped")
+        if code == 0 and message:  # warnings
+            self.display.say(message)
         if code == 0 or diverged or self.stopping:
             return None
         return failure(self.spec.name, code, message or f"exit code {code}")

@@ -82,6 +82,11 @@ class RunProgress:
         parts = (f"{self._status.round} rounds in {seconds:.0f} s", outcome, self._grid.count())
         self._print(f"{self._spec.name}: {'; '.join(part for part in parts if part)}")
 
+    def say(self, text: str) -> None:
+        """What the run said on standard error, under its name."""
+        for line in text.splitlines():
+            self._print(f"{self._spec.name}: {line}")
+
     def _print(self, text: str) -> None:
         self._grid.console.print(text, highlight=False, markup=False)
 

@@ -37,8 +37,6 @@ def execute(specs: Sequence[RunSpec], executor: Executor, resume: bool = False, 
     if reuse is not None:
         copy_done(specs, reuse)
     pending = [spec for spec in specs if not spec.is_done() or _is_damaged(spec.folder)]
-    for spec in pending:
-        (spec.folder / FAILURE).unlink(missing_ok=True)  # it belongs to another configuration
     with GridProgress(len(specs), len(specs) - len(pending)) as progress:
         progress.warn(_unreachable(spec) for spec in pending)
         try:

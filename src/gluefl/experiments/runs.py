@@ -18,7 +18,7 @@ from gluefl.scores import Score
 from gluefl.storage.evaluations import Spacing
 from gluefl.storage.journal import Line, summarise
 from gluefl.storage.journal import read as read_journal
-from gluefl.storage.names import CONFIG, FAILURE, JOURNAL, SUMMARY
+from gluefl.storage.names import CHECKPOINT, CONFIG, FAILURE, JOURNAL, MODEL, SUMMARY
 from gluefl.storage.toml import flattened
 
 AVERAGE, EVERY, CLIENTS = "evaluation.average", "evaluation.every", "population.clients"
@@ -145,7 +145,12 @@ def find(folders: Iterable[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise UsageError(f"{folder} is no folder: give a run folder or a folder of run folders.")
-        below = {path.parent for name in (JOURNAL, CONFIG) for path in folder.rglob(name)}
+        below = {path.parent for path in folder.rglob(JOURNAL)}
+        # A run that has not begun, or was damaged; a project of the user may have a config.toml, too.
+        begun = {path.parent for path in folder.rglob(CONFIG)}
+        below |= {
+            path for path in begun if any((path / name).exists() for name in (CHECKPOINT, SUMMARY, FAILURE, MODEL))
+        }
         # Hidden folders are incomplete copies of runs.
         paths |= {path.resolve(): path for path in sorted(below) if not path.name.startswith(".")}
     return list(paths.values())
@@ -165,7 +170,7 @@ def read_run(path: Path) -> Run:
     complete = summary.get("rounds") == len(lines) > 0
     if not complete or "window_rounds" not in summary:  # not finished, or of an earlier version
         target, average = config.get("target", summary.get("target")), int(config.get(AVERAGE, 5))
-        size = summary.get("model_bytes") or _model_bytes(lines, config)
+        size = summary.get("model_bytes") or _model_bytes(lines)
         totals = summarise(lines, target, average, size, Score.of_config(config), _spacing(config, lines))
         summary = {"strategy": summary.get("strategy")} | totals
     failure = _failure(path / FAILURE)
@@ -235,11 +240,11 @@ def _failure(path: Path) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
 
 
-def _model_bytes(lines: Sequence[Line], config: Mapping[str, Any]) -> int:
-    """In the first round every client downloads the whole model, or nothing: then the authors' estimate, which is a
-    bitmap of a bit per weight of 32, tells its size."""
+def _model_bytes(lines: Sequence[Line]) -> int:
+    """In the first round every client downloads the whole model, or, where version 0 is known and no client is cold,
+    nothing: then the authors' estimate, which is a bitmap of a bit per weight of 32, tells its size."""
     first = lines[0] if lines else {}
-    if config.get("wire.initial") == "known" and first.get("authors_down_bytes"):
+    if first.get("cold") == 0 and first.get("authors_down_bytes"):
         return 32 * int(first["authors_down_bytes"]) // max(1, int(first.get("invited", 1)))
     sizes = first.get("clients", {}).get("down_bytes") or [
         first.get("down_bytes", 0) // max(1, first.get("invited", 1))

@@ -10,6 +10,8 @@ Summary = Mapping[str, Any]
 def window(summaries: Sequence[Summary]) -> str:
     """What an accuracy is the mean of: "mean of the last 5 evaluations, 25 rounds"."""
     windows = {(summary["window_evaluations"], summary["window_rounds"]) for summary in summaries}
+    if any(rounds is not None for _, rounds in windows):  # some runs have no evaluation yet
+        windows = {(evaluations, rounds) for evaluations, rounds in windows if rounds is not None}
     if len(windows) != 1:
         return "mean of the last evaluations; the windows differ"
     evaluations, rounds = windows.pop()

@@ -12,15 +12,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from gluefl import __version__, wire
 from gluefl.errors import WireError
+from gluefl.storage.described import described
+from gluefl.strategies import Strategy
+from gluefl.strategies.coded import Coded
+from gluefl.strategies.registry import STRATEGIES
 
 OURS = "gluefl"  # the name of our ConfigRecord
 BODY = "gluefl-body"  # the name of our ArrayRecord
 # The arrays in it: different names, so that mods that alter arrays refuse. ORIGIN is version 0, for a node without it.
 PACKAGE, UPLOAD, ORIGIN = "package", "upload", "origin"
+LOSSES = ("train_loss", "train-loss", "loss")  # the names under which apps report it
 FORMAT = 1  # of our records; a change that the other side would misread takes the next number
 RUN_ID = re.compile("[0-9a-f]{16}")
 NPY_HEADER_BYTES = 256  # numpy writes 128 before a flat array
@@ -174,3 +179,23 @@ def _read(kind: Any, records: RecordDict, name: str) -> Any:
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"the {name} of a message cannot be read: {error}") from error
     return fields
+
+
+def loss_in(metrics: MetricRecord) -> float | None:
+    """The training loss that an app reports, None if it reports none."""
+    return next((float(value) for name in LOSSES if isinstance(value := metrics.get(name), int | float)), None)
+
+
+def described_strategy(strategy: Strategy) -> dict[str, Any]:
+    """A strategy by its name and parameters, as a node can build it; one with codecs must be given to the node."""
+    if isinstance(strategy, Coded):
+        return {**described_part(strategy), "strategy": described_strategy(strategy.strategy)}
+    name = next((name for name, kind in STRATEGIES.items() if type(strategy) is kind), type(strategy).__name__)
+    return {**described_part(strategy), "name": name}
+
+
+def described_part(part: object) -> dict[str, Any]:
+    """A part by its type and parameters, as JSON can hold them."""
+    table = described(part)
+    named: dict[str, Any] = json.loads(json.dumps({"name": table.pop("type"), **table}))
+    return named

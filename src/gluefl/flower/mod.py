@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gluefl import __version__, wire
 from gluefl.errors import GlueFLError, UsageError, WireError
 from gluefl.flower.arrays import STATISTICS, Statistics
-from gluefl.flower.messages import BODY, OURS, Told, digest, is_ours, read_package, upload
+from gluefl.flower.messages import BODY, OURS, Told, described_strategy, digest, is_ours, loss_in, read_package, upload
 from gluefl.flower.node_folders import opened
 from gluefl.flower.node_store import NodeStore
 from gluefl.flower.synchronise import Built, Held, Receiver
@@ -30,8 +30,8 @@ from gluefl.strategies.hooks import Hooks, hooked_delta
 from gluefl.strategies.registry import STRATEGIES
 from gluefl.vectors.sparse import all_finite
 
-LOSSES = ("train_loss", "train-loss", "loss")  # the names under which apps report it
 MOST_SAMPLES = 2**32 - 1  # that a header can hold
+MOST_LOSS = sys.float_info.max  # likewise
 
 
 def _function(value: Any) -> Any:
@@ -64,7 +64,7 @@ class GlueFLMod:
         if not is_ours(message):
             return call_next(message, context)
         told, sent = read_package(message.content)
-        strategy = self.strategy or _strategy(told)
+        strategy = _strategy(told) if self.strategy is None else _same_strategy(self.strategy, told)
         store = Path(told.store) if told.store is not None and _in_simulation() else None
         with opened(store / "nodes" if store else self._root(context), told.run, told.client) as node:
             # In a simulation all nodes share the server's newest version: 20 MB once, not for each of 2800 nodes.
@@ -106,7 +106,8 @@ class GlueFLMod:
         """Replace the trained model in a reply by the upload."""
         key, trained = _trained(reply)
         weights, statistics = held.table.flatten(trained)
-        delta = weights - held.replica.weights
+        given = held.table.flatten(held.table.arrays(held.replica.weights, held.replica.statistics))
+        delta = weights - given[0]  # which the arrays may have rounded
         _check_finite(delta, statistics)
         delta = hooked_delta(self.hooks, delta, held.task)
         vector = held.traits.vector(delta, statistics - held.replica.statistics)
@@ -181,6 +182,18 @@ def _strategy(told: Told) -> Strategy:
     return strategy
 
 
+def _same_strategy(own: Strategy, told: Told) -> Strategy:
+    """The node's own object, if it has the server's parameters: uploads of another one would be added up all the
+    same."""
+    described = described_strategy(own)
+    if described != told.strategy:
+        raise UsageError(
+            f"GlueFLMod(strategy=…) is {described}, and the server runs {told.strategy}: give both the same, or "
+            "leave out the argument, which is only needed for a strategy that is not part of gluefl."
+        )
+    return own
+
+
 def _check_finite(delta: Tensor, statistics: Tensor) -> None:
     if not bool(all_finite(delta) & all_finite(statistics)):
         raise GlueFLError("the trained model is not finite: the training diverged. Lower the learning rate.")
@@ -189,13 +202,14 @@ def _check_finite(delta: Tensor, statistics: Tensor) -> None:
 def _header(held: Held, reply: Message) -> wire.Header:
     """The header of an upload, with the loss and the number of samples that the app reports."""
     metrics = next(iter(reply.content.metric_records.values()), MetricRecord())
-    loss = next((float(value) for name in LOSSES if isinstance(value := metrics.get(name), int | float)), 0.0)
+    loss = loss_in(metrics) or 0.0
     samples = metrics.get("num-examples", 0)
+    counted = isinstance(samples, int | float) and not math.isnan(samples)
     return replace(
         held.header,
         kind=wire.UPLOAD,
         base=held.header.version,
         base_hash=wire.NO_HASH,
-        loss=loss if math.isfinite(loss) else 0.0,
-        samples=min(max(int(samples), 0), MOST_SAMPLES) if isinstance(samples, int | float) else 0,
+        loss=loss if abs(loss) <= MOST_LOSS else MOST_LOSS,  # also of NaN: a model that exploded
+        samples=int(min(max(samples, 0), MOST_SAMPLES)) if counted else 0,
     )

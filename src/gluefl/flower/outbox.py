@@ -9,8 +9,7 @@ from gluefl import wire
 from gluefl.core.records import Parcel
 from gluefl.core.sampling import Group, nominal_weights
 from gluefl.core.server import Packages, bodies_for, header, invited, packages
-from gluefl.flower.messages import Said, Told, package, to_array
-from gluefl.flower.run_folder import described_strategy
+from gluefl.flower.messages import Said, Told, described_strategy, package, to_array
 from gluefl.flower.session import Session
 
 

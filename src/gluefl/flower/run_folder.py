@@ -10,13 +10,11 @@ from typing import Any
 from gluefl import files, wire
 from gluefl.core.server import Core
 from gluefl.errors import Damaged, UsageError
+from gluefl.flower.messages import described_part, described_strategy
 from gluefl.storage import checkpoint
-from gluefl.storage.described import EARLIER, FORMAT, described
+from gluefl.storage.described import EARLIER, FORMAT
 from gluefl.storage.journal import Journal
 from gluefl.storage.names import CHECKPOINT, JOURNAL
-from gluefl.strategies import Strategy
-from gluefl.strategies.coded import Coded
-from gluefl.strategies.registry import STRATEGIES
 
 
 @contextmanager
@@ -97,29 +95,14 @@ def settings_of(core: Core) -> dict[str, Any]:
         "seed": core.seed,
         "layout": core.layout.fingerprint.hex(),
         "strategy": described_strategy(core.strategy),
-        "sampler": _described(core.sampler),
-        "server": _described(core.optimizer),
+        "sampler": described_part(core.sampler),
+        "server": described_part(core.optimizer),
     }
     # Left out where they are as in runs that were written before there was a choice.
     if core.hooks:
-        settings["hooks"] = [_described(hook) for hook in core.hooks]
+        settings["hooks"] = [described_part(hook) for hook in core.hooks]
     if core.averaging.average:
         settings["averaging"] = core.averaging.average
     if core.initial == "known":  # nodes keep what differs from version 0: it must be the same when the run goes on
         settings["version_0"] = wire.replica_hash(*core.parts(core.first[1], core.statistics)).hex()
     return settings
-
-
-def described_strategy(strategy: Strategy) -> dict[str, Any]:
-    """A strategy by its name and parameters, as a node can build it; one with codecs must be given to the node."""
-    if isinstance(strategy, Coded):
-        return {**_described(strategy), "strategy": described_strategy(strategy.strategy)}
-    name = next((name for name, kind in STRATEGIES.items() if type(strategy) is kind), type(strategy).__name__)
-    return {**_described(strategy), "name": name}
-
-
-def _described(part: object) -> dict[str, Any]:
-    """A part by its type and parameters, as JSON can hold them."""
-    table = described(part)
-    named: dict[str, Any] = json.loads(json.dumps({"name": table.pop("type"), **table}))
-    return named

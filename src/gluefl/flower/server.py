@@ -75,20 +75,22 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         configrecord_key: str = "config",
     ) -> None:
         given = check_arguments(locals())
-        self.sampler, self.strategy, self.server = sampler, strategy or GlueFL(), server or Server()
+        self.sampler, self.server, self.guard = given["sampler"], given["server"] or Server(), given["guard"]
+        self.strategy: strategies.Strategy = given["strategy"] or GlueFL()
         if cached := getattr(innermost(self.strategy), "cached_updates", 0):
             raise UsageError(
                 f"cached_updates = {cached}: on Flower nodes download the weights that changed. "
                 "Set it to 0, or choose lean, whose packages are shorter still."
             )
         row = row_of(self.strategy)
-        self.averaging, self.initial = averaging or Averaging(row.average), initial or row.initial
-        self.hooks, self.seed, self.out = given["hooks"], seed, Path(out) if out is not None else None
-        self.checkpoints_kept, self.guard = checkpoints_kept, guard
-        self.statistics, self.fraction_evaluate = given["statistics"], fraction_evaluate
-        self.min_available_nodes, self.wait_for_nodes_s = min_available_nodes, wait_for_nodes_s
-        self.weighted_by_key = weighted_by_key
-        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
+        self.averaging: Averaging = given["averaging"] or Averaging(row.average)
+        self.initial: Initial = given["initial"] or row.initial
+        self.hooks, self.seed = given["hooks"], given["seed"]
+        self.out = None if given["out"] is None else Path(given["out"])
+        self.checkpoints_kept, self.statistics = given["checkpoints_kept"], given["statistics"]
+        self.fraction_evaluate, self.min_available_nodes = given["fraction_evaluate"], given["min_available_nodes"]
+        self.wait_for_nodes_s, self.weighted_by_key = given["wait_for_nodes_s"], given["weighted_by_key"]
+        self.arrayrecord_key, self.configrecord_key = given["arrayrecord_key"], given["configrecord_key"]
         self.session: Session | None = None
         self._outstanding: dict[str, Sent] = {}
         self._exchange: Exchange | None = None
@@ -146,7 +148,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
         # A resumed run knows its nodes: it waits a little for them to come back, and then goes on without the others.
         patience_s = min(self.wait_for_nodes_s, RETURN_S) if saved else self.wait_for_nodes_s
         enough = nodes.wait(lambda: nodes.suffice(self.sampler, self.min_available_nodes), patience_s)
-        if not enough and not (saved and nodes.online):
+        if not enough and not saved:  # the rounds of a resumed run wait, too
             self.sampler.check(len(nodes.places))  # says what is missing
             raise UsageError(f"{len(nodes.online)} nodes are connected, {self.min_available_nodes} are needed.")
         table = Table.of(initial_arrays, self.statistics)

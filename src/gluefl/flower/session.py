@@ -8,7 +8,7 @@ from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, Message
 from flwr.common.logger import log
 
 from gluefl import files, wire
@@ -20,7 +20,7 @@ from gluefl.errors import Damaged, GlueFLError
 from gluefl.flower.arrays import Table
 from gluefl.flower.exchange import Exchange
 from gluefl.flower.guarding import Protection
-from gluefl.flower.messages import to_array
+from gluefl.flower.messages import loss_in, to_array
 from gluefl.flower.node_store import NodeStore
 from gluefl.flower.nodes import Nodes
 from gluefl.flower.replies import Received
@@ -237,13 +237,17 @@ def _played(state: State, exchange: Exchange, uploads: Mapping[int, Received], u
         groups=exchange.groups,
         parcels=exchange.parcels,
         trips=exchange.trips,
-        losses={client: upload.loss for client, upload in uploads.items()},
+        losses={client: upload.loss for client, upload in uploads.items() if _reports_loss(exchange.replies[client])},
         supports=[upload.body.update.support for upload in uploads.values()],
         up_bytes={client: upload.size_bytes for client, upload in uploads.items()},
         expected_up_bytes=state.up_bytes or 0,
         shared=exchange.shared,
         update=update,
     )
+
+
+def _reports_loss(reply: Message) -> bool:
+    return any(loss_in(metrics) is not None for metrics in reply.content.metric_records.values())
 
 
 def _fate(exchange: Exchange, client: int, uploads: Mapping[int, Received]) -> str:

@@ -25,7 +25,7 @@ from gluefl.storage import checkpoint, columns, toml
 from gluefl.storage.client_log import ClientLog
 from gluefl.storage.described import EARLIER, described
 from gluefl.storage.journal import ACCURACY, Journal
-from gluefl.storage.names import CHECKPOINT, CHECKSUMS, CONFIG, JOURNAL, MODEL, SUMMARY
+from gluefl.storage.names import CHECKPOINT, CHECKSUMS, CONFIG, FAILURE, JOURNAL, MODEL, SUMMARY
 from gluefl.storage.results import write_result
 from gluefl.strategies import Strategy
 
@@ -78,7 +78,7 @@ class RunFolder:
         else:
             self._check_new()
             state = fresh
-        for name in (CHECKSUMS, SUMMARY):  # they are of the rounds that were done before
+        for name in (CHECKSUMS, SUMMARY, FAILURE):  # they are of the rounds that were done before
             (self.path / name).unlink(missing_ok=True)
         files.write(config, self.description)
         journal.cut(state.round)

@@ -26,4 +26,4 @@ def tables(comparisons: Sequence[Comparison]) -> Iterator[Table | str]:
 def _row(label: str, run: Run) -> dict[str, Any]:
     """From the journal: a summary may be missing or damaged."""
     named = {key: run.summary[key] for key in NAMED if key in run.summary}
-    return {**run.summarised(run.target), **named, "strategy": label, "seed": run.seed}
+    return {**run.summarised(run.target), **named, "strategy": label, "seed": run.seed, "finished": run.finished}

@@ -67,8 +67,8 @@ def claims() -> list[Claim]:
 
 def results(folders: Iterable[Path]) -> list[dict[str, Any]]:
     """The results of studies below these folders: `study.json`, or files that were copied from it."""
-    paths = [path for folder in folders for path in sorted(folder.rglob("*.json"))]
-    studies = []
+    paths = [path for given in folders for path in ([given] if given.is_file() else sorted(given.rglob("*.json")))]
+    named, studies, found = {claim.study for claim in claims()}, [], dict[tuple[str, str], Path]()
     for path in paths:
         try:
             study = json.loads(path.read_text(encoding="utf-8"))
@@ -76,6 +76,12 @@ def results(folders: Iterable[Path]) -> list[dict[str, Any]]:
             continue
         if isinstance(study, dict) and {"study", "setting", "tables"} <= study.keys():
             _check(study, path)
+            key = study["study"], str(study["setting"])
+            if key in found and key[0] in named:
+                raise UsageError(
+                    f"{found[key]} and {path} are both results of the study {key[0]}, {key[1]}: give one of them."
+                )
+            found[key] = path
             studies.append(study)
     if not studies:
         raise UsageError(

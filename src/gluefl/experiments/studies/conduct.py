@@ -16,6 +16,8 @@ from gluefl.experiments.runs import read_run
 from gluefl.experiments.studies.catalogue import Choice, Study, configurations, seeds
 from gluefl.experiments.studies.findings import AT_TARGET, Grid, findings
 
+CHOOSABLE = ("model", "population", "rounds", "sets", "only", "seeds")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -46,6 +48,8 @@ def conduct(
     variants = configurations(study, choice)
     used = seeds(study, choice)
     specs = expand(variants, used, out) if variants else []
+    if not specs and (chosen := [name for name in CHOOSABLE if getattr(choice, name)]):
+        raise UsageError(f"the study {study.name} trains nothing: there is nothing to choose by {', '.join(chosen)}.")
     execute(specs, executor or WorkerProcesses(), resume, reuse)
     grids = tuple(findings(study, [read_run(spec.folder) for spec in specs], at))
     heading = _heading(choice, specs, used)
@@ -55,7 +59,7 @@ def conduct(
         "paper": study.finding,
         "scale": choice.scale,
         "setting": _setting(choice, specs),
-        "seeds": used,
+        "seeds": used if specs else [],
         "heading": heading,
         "tables": [grid.as_json() for grid in grids],
         "wall_s": time.monotonic() - began,

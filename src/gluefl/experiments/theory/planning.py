@@ -92,7 +92,9 @@ class Plan:
             "effective_cohort",
             "expected_download_share",
         )
-        return {name: getattr(self, name) for name in names} | {"resample_probability": [*self.resample_probability]}
+        known = {name: getattr(self, name) for name in ("down_bytes", "download_s") if getattr(self, name) is not None}
+        values = {name: getattr(self, name) for name in names} | known
+        return values | {"resample_probability": [*self.resample_probability]}
 
 
 @checked
@@ -121,6 +123,8 @@ class Scenario:
         """What several values together exclude."""
         if self.cohort >= self.clients:
             yield f"cohort K = {self.cohort} must lie below the population N = {self.clients}"
+        if self.network is not None and self.parameters is None:
+            yield f"network = {self.network!r} needs parameters: seconds follow from the bytes of a download"
         if self.q_shared >= self.q:
             yield f"q_shared = {self.q_shared} must be below q = {self.q}"
 

@@ -29,11 +29,13 @@ def staleness(sampler: Sampler, clients: int, rounds: int) -> Floats:
     assumed to be online and equally fast.
     """
     if isinstance(sampler, Uniform):
-        p = (sampler.cohort + extra_invitations(sampler.over_commitment, sampler.cohort)) / clients
+        p = min(1, (sampler.cohort + extra_invitations(sampler.over_commitment, sampler.cohort)) / clients)
         return p * (1 - p) ** np.arange(rounds, dtype=np.float64)
     assert isinstance(sampler, Sticky)
     k, s, c = sampler.cohort, sampler.sticky_size, sampler.sticky_cohort
-    inside, outside = sampler.invitations()
+    wanted, others = sampler.invitations()
+    inside = min(wanted, s)  # where the group has too few, others are invited
+    outside = min(others + wanted - inside, clients - s)
     evicted = (k - c) / (s - c)  # a sticky client that was not used
     # The share of invited clients in the sticky group afterwards: used ones, and late sticky ones not evicted.
     sticky = (k + (inside - c) * (1 - evicted)) / (inside + outside)

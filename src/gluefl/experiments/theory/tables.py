@@ -1,5 +1,6 @@
 """The tables that `gluefl plan` prints."""
 
+import math
 from io import StringIO
 
 from rich.console import Console
@@ -59,7 +60,8 @@ def _candidates(plan: LeanPlan) -> Table:
         sizes = (str(one.cohort), str(one.sticky_size or "–"), str(one.sticky_cohort or "–"))
         volumes = (volume(one.down_bytes), volume(one.up_bytes), volume(one.round_bytes))
         seconds = () if one.round_s is None else (duration(one.round_s),)
-        cost = one.cost_bytes / plan.candidates[0].cost_bytes
+        least = plan.candidates[0].cost_bytes
+        cost = one.cost_bytes / least if least else math.nan  # too small for a number
         relative = (f"{one.relative_rounds:.2f}", f"{cost:.2f}")
         table.add_row(*sizes, f"{one.step:g}", f"{one.upload_share:g}", *volumes, *seconds, *relative)
     return table
