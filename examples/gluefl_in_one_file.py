@@ -102,7 +102,8 @@ class GlueFL:
 
     def server(self, total, round):
         changed = self.mask(round) | self.unique(total, round)
-        self.shared = top(total, share(self.q_shared, self.d), round, among=changed)  # M^{t+1}
+        most = max(1, share(self.q, self.d)) - 1  # of a small model: one position is never shared
+        self.shared = top(total, min(share(self.q_shared, self.d), most), round, among=changed)  # M^{t+1}
         return changed
 
 

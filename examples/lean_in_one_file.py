@@ -101,7 +101,7 @@ def bits_of(numbers, k):
 
 
 def rice_parameter(numbers, largest):
-    """The parameter of the shortest codes. It is one of three (Kiely, 2004); the least of equally good ones."""
+    """The parameter of the shortest codes. One of three (Kiely, 2004), the least of equally good ones."""
     twice_mean = 2 * (sum(numbers) + len(numbers)) // len(numbers)
     least = sum(twice_mean >= 3 << k for k in range(1, largest + 1))
     return min(range(least, min(least + 2, largest) + 1), key=lambda k: bits_of(numbers, k))

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gluefl import FedAvg, Fleet, LocalSGD, Options, Setting, Uniform, train
+from gluefl import FedAvg, Fleet, Lean, LocalSGD, Options, Setting, Uniform, train
 from gluefl.clients.losses import LOSSES
 from gluefl.clients.metrics import METRICS
 from gluefl.clients.residuals import Residuals
 from gluefl.clients.trainers.choice import choose
+from gluefl.core.optimizer import Adam
 from gluefl.errors import DataError, UsageError
 from gluefl.populations import Samples, samples_of
 from gluefl.simulation.settings import Evaluation
@@ -271,3 +272,42 @@ def test_parts_in_evaluation_mode_stay_in_it_where_a_model_is_examined() -> None
     with pytest.raises(Exception, match=r"."):
         run(module, replace(Blobs(), shape=(7,)))
     assert module.training and not module[1].training
+
+
+class Centred(nn.Module):
+    tracked_buffers = ("centre",)
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("centre", torch.zeros(6), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.centre = 0.9 * self.centre + 0.1 * x.detach().mean(0)
+        return self.inner(x - self.centre)
+
+
+def test_a_tracked_buffer_that_no_file_would_hold_is_refused() -> None:
+    assert run(Centred(persistent=True)).module.centre.any()
+    with pytest.raises(UsageError, match=r"'centre' changes in training, .*register it with persistent=True"):
+        run(Centred(persistent=False))
+
+
+def test_a_module_may_have_state_that_is_no_tensor(tmp_path) -> None:
+    class Extra(nn.Sequential):
+        def get_extra_state(self):
+            return {"version": 3}
+
+        def set_extra_state(self, state):
+            pass
+
+    result = run(Extra(mlp()), out=tmp_path / "run")
+    result.save(tmp_path / "saved")
+    assert (tmp_path / "run" / "model.safetensors").exists() and (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_parameters_whose_squares_or_sums_float32_cannot_hold_are_refused() -> None:
+    for make in (lambda: Adam(tau=1e-46), lambda: Lean(origin_cells=2**24)):
+        with pytest.raises(UsageError, match="should be"):
+            make()

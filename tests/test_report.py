@@ -742,7 +742,7 @@ def test_the_share_of_a_run_made_in_python_is_known_while_it_goes_on(tmp_path) -
     small_run(strategy=Lean(), out=tmp_path / "run", rounds=4)
     complete = read_run(tmp_path / "run").summary["mean_download_share"]
     (tmp_path / "run" / "summary.json").unlink()
-    assert read_run(tmp_path / "run").summary["mean_download_share"] == pytest.approx(complete, rel=0.3)  # of 164 weights
+    assert read_run(tmp_path / "run").summary["mean_download_share"] == pytest.approx(complete, rel=0.3)
 
 
 def test_a_run_in_progress_is_not_compared(made) -> None:

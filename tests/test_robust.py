@@ -1,5 +1,7 @@
 """A trimmed mean and a median instead of the weighted sum: laws, and with which strategies they work."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -90,3 +92,24 @@ def test_other_uploads_are_refused_with_the_reason(strategy) -> None:
 def test_a_share_that_leaves_nothing_or_everything_is_refused(share) -> None:
     with pytest.raises(ParameterError, match="share"):
         TrimmedMean(share)
+
+
+def test_the_share_that_is_trimmed_is_counted_exactly() -> None:
+    uploads = uploads_of([torch.full((1,), float(client**3)) for client in range(1, 26)], [1 / 25] * 25)
+    found = float(TrimmedMean(0.28).on_sum(torch.zeros(1), uploads, 1))
+    assert found == pytest.approx(sum(client**3 for client in range(8, 19)) / 11)
+
+
+def test_a_hook_that_replaces_the_sum_stands_first() -> None:
+    class Noise:
+        def on_delta(self, delta, task):
+            return delta
+
+        def on_sum(self, total, uploads, round):
+            return total + 1000
+
+    core = core_with(FedAvg())
+    replace(core, hooks=(Median(), Noise()))
+    for hooks in ((Noise(), Median()), (TrimmedMean(0.2), Median())):
+        with pytest.raises(UsageError, match=r"replaces the sum, so that what .* did to it is lost"):
+            replace(core, hooks=hooks)

@@ -384,3 +384,19 @@ def test_remember_keeps_what_a_rounded_upload_left_out(seed, form, mode, step) -
     if not step:  # in float32, nothing is left at the positions that were sent
         assert torch.equal(residual, scale * compensated.masked_fill(mask.bits, 0))
     assert remember(compensated, sent, weight, "none") is None
+
+
+@pytest.mark.parametrize("size", [2, 7, 8, 9, 13, 14, 19, 100])
+def test_the_mask_of_a_small_tensor_moves(size) -> None:
+    """⌊q·n⌋ may equal ⌊q_shr·n⌋: then nothing would ever be chosen outside the mask."""
+    strategy, space = GlueFL(regenerate_every=None, scope="tensor"), Space((size, 50))
+    state, _ = strategy.init(space, torch.zeros(space.size))
+    moved, residuals = torch.zeros(space.size, dtype=torch.bool), {}
+    for round in range(1, 150):
+        mask = strategy.mask(state, round)
+        task = Task(round, mask, 1.0, space)
+        sent, residuals[0] = strategy.compress(torch.ones(space.size), task, residuals.get(0))
+        total = strategy.combine(state, [Upload(0, 1.0, sent, torch.zeros(0))], round)
+        state, update = strategy.aggregate(state, total, round)
+        moved |= update.mask.bits
+    assert moved.all()

@@ -13,7 +13,7 @@ from gluefl.parameters import Decay, Positive, checked
 from gluefl.strategies import Space, Strategy
 from gluefl.vectors.sparse import Masked, Sparse
 
-Adaptivity = Annotated[float, Field(gt=0, le=1e18)]  # τ; its square must fit into float32
+Adaptivity = Annotated[float, Field(ge=1e-18, le=1e18)]  # τ; its square must fit into float32
 Moments = tuple[Tensor, Tensor]  # m, v
 
 

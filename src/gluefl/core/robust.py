@@ -8,12 +8,15 @@ Bias. With unbiased weights the expectation of Σ ν_i Δ_i is the update of all
 count all uploads of a round alike, so that sampling which favours some clients (a sticky group) favours their updates,
 too. And they leave out the ends of every coordinate, so that what only few clients need is lost in every round, however
 many rounds follow. Statistics are still averaged plainly; `Guard` bounds them.
+
+Such a hook replaces the sum. Among several hooks it stands first: what another one did to the sum before would be lost.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from fractions import Fraction
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -35,6 +38,7 @@ class TrimmedMean:
     >>> GlueFLStrategy(Uniform(10), FedAvg(), hooks=[TrimmedMean(0.2)])
     """
 
+    replaces_sum: ClassVar = True
     share: Annotated[float, Field(gt=0, lt=0.5)] = 0.2  # β
 
     def check(self, strategy: Strategy, space: Space) -> None:
@@ -47,13 +51,15 @@ class TrimmedMean:
 
     def on_sum(self, total: Tensor, uploads: Sequence[Upload], round: int) -> Tensor:
         """The trimmed mean instead of the sum."""
-        return middle(total, uploads, math.ceil(self.share * len(uploads)))
+        return middle(total, uploads, math.ceil(Fraction(str(self.share)) * len(uploads)))
 
 
 @checked
 @dataclass(frozen=True)
 class Median:
     """The median of every coordinate, the mean of the two in the middle for an even number of uploads; times Σ ν_i."""
+
+    replaces_sum: ClassVar = True
 
     def check(self, strategy: Strategy, space: Space) -> None:
         """Refuse a strategy whose uploads have other positions for every client."""

@@ -59,7 +59,10 @@ class Core:
                 "docs/your-own-strategy.md shows what a strategy needs."
             )
         check_memory(self.optimizer, self.strategy, self.space)
-        for hook in self.hooks:
+        for place, hook in enumerate(self.hooks):
+            if place and getattr(hook, "replaces_sum", False):
+                first, name = type(self.hooks[0]).__name__, type(hook).__name__
+                raise UsageError(f"{name} replaces the sum, so that what {first} did to it is lost: give {name} first.")
             if hasattr(hook, "check"):  # a hook that does not go with every strategy
                 hook.check(self.strategy, self.space)
 

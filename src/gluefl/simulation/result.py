@@ -107,7 +107,8 @@ class Result:
         path = Path(folder)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UsageError(f"{path} is not an empty folder: choose another one for the result.")
-        model = to_bytes({name: writable(tensor) for name, tensor in self.module.state_dict().items()})
+        named = self.module.state_dict().items()
+        model = to_bytes({name: writable(value) for name, value in named if isinstance(value, Tensor)})
         files.make_folder(path)
         files.write(path / CONFIG, self.configuration)
         with files.replacing(path / JOURNAL) as file:

@@ -82,7 +82,7 @@ class APF:
         period = torch.where(active & ~stable, period // 2, period)
         frozen_until = torch.where(stable, round + period, state.frozen_until)
         threshold = state.threshold
-        if self.tighten_at is not None and float((frozen_until > round).float().mean()) > self.tighten_at:
+        if self.tighten_at is not None and float((frozen_until > round).float().mean()) >= self.tighten_at:
             threshold /= 2
         return replace(
             state,

@@ -79,7 +79,9 @@ class GlueFL:
         mask = self.mask(state, round)
         changed = mask.joined(self._unique(total, mask, state.space, round))
         segments = state.space.segments(self.scope)
-        shared = top(total, counts(self.q_shared, segments), segments, round, among=changed)
+        budgets = [max(1, count(self.q, part.size)) - 1 for part in changed.split(segments)]  # one is never shared
+        keep = [min(own, most) for own, most in zip(counts(self.q_shared, segments), budgets, strict=True)]
+        shared = top(total, keep, segments, round, among=changed)
         return replace(state, shared=shared), part_of(total, changed, covers=mask)
 
     def _unique(self, vector: Tensor, mask: Mask, space: Space, round: int) -> Mask:

@@ -63,7 +63,9 @@ class Lean:
     coarsest: Positive = 2.0  # the largest step, in the unit of `step`
     step_of_first_update: Positive = 8.0  # first step of a constant tensor, in rms of its first update
     step_of_statistics: Positive = 0.0625  # step of BatchNorm means, in rms of their first update
-    origin_cells: Count = 4  # version 0 lies on a grid this many times finer than the first step
+    origin_cells: Annotated[Count, Field(le=2**10)] = (
+        4  # version 0 is on a grid so many times finer than the first step
+    )
     hysteresis: Annotated[Positive, Field(ge=0.5)] = 0.55  # h, in steps: coordinates further away are published
     refine_below: Share = 0.0001  # halve a tensor's step when a smaller share of it changes in a round
     coarsen_above: Share = 0.05  # double it when a larger share changes, of it and of all weights

@@ -112,7 +112,8 @@ class Layout:
         """The vectors under the names of the module's own state dict, ready to be saved or loaded."""
         self.fill(module, weights, statistics)
         named = module.state_dict().items()
-        return {name: writable(tensor) for name, tensor in named if name not in leave_out}
+        kept = ((name, value) for name, value in named if isinstance(value, Tensor))  # a module may add other values
+        return {name: writable(tensor) for name, tensor in kept if name not in leave_out}
 
     def _join(self, parts: tuple[Part, ...], tensors: dict[str, Tensor]) -> Tensor:
         pieces = [tensors[part.name].detach().reshape(-1).to(self.dtype) for part in parts]
@@ -167,6 +168,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def _tracked(module: nn.Module) -> list[tuple[str, Tensor]]:
     names = {f"{name}.{own}" if name else own for name, child in module.named_modules() for own in _tracked_by(child)}
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in names]
+    if lost := [name for name, _ in buffers if name not in module.state_dict()]:
+        raise UsageError(
+            f"the buffer {lost[0]!r} changes in training, and the state of {type(module).__name__} leaves it out, so "
+            "that no file and no message would hold it: register it with persistent=True."
+        )
     if missing := names - {name for name, _ in module.named_buffers(remove_duplicate=False)}:
         raise UsageError(
             f"tracked_buffers names {', '.join(map(repr, sorted(missing)))}, and {type(module).__name__} has no such "

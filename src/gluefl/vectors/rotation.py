@@ -39,15 +39,15 @@ class Rotated:
     """A compressor. What it sends is float32: the codes of all blocks, 0 … 2^bits − 1, then one scale per block.
 
     `nearest` sends for every entry y of a rotated block the level nearest to y / (‖y‖/√B), and the scale
-    S = ‖y‖² / Σ y·level over the entries sent, so that the estimate S·level, rotated back, has the right length along
-    the vector. Its bias vanishes with the length of the block; at 4096 it is far below 1%.
+    S = Σ y² / Σ y·level, so that the estimate S·level, rotated back, has the right length along the vector. Its bias
+    vanishes with the length of the block; at 4096 it is far below 1%.
 
     `stochastic` has 2^bits equidistant levels from −m to m, the largest magnitude of the rotated block and the scale
     that is sent, and rounds up or down at random. The mean over the draws is the vector, whatever the rotation, if
     share is 1. The error is much larger than that of `nearest` (13.7 ‖x‖² against 0.57 ‖x‖² with one bit).
 
-    With a share p below 1 only the first ⌈p·B⌉ entries of every rotated block are sent. The estimate is then unbiased
-    over rotations, not for a fixed one, whatever the rounding.
+    With a share p below 1 only the first ⌈p·B⌉ entries of every rotated block are sent; the sums are over these, and
+    S is divided by their share. The estimate is then unbiased over rotations, not for a fixed one.
 
     >>> rotated = Rotated()
     >>> estimate = rotated.decompress(rotated.compress(delta, seed, round, client), len(delta), seed, round, client)
@@ -230,7 +230,11 @@ def _nearest(rotated: Tensor, levels: Levels, codes: Tensor) -> Tensor:
         codes.copy_(above)
         products = kept * _decoded(codes, levels)
     product = products.sum(1, dtype=torch.float64)
-    return torch.where(product == 0, 0, norms * norms / product)
+    # Of a part of the block, its own length stands for that of the whole: the ratio of the whole to a part whose
+    # entries happen to be near 0 has no bound.
+    sent, entries = kept.shape[1], rotated.shape[1]
+    lengths = norms if sent == entries else torch.linalg.vector_norm(kept, dim=1, dtype=torch.float64)
+    return torch.where(product == 0, 0, lengths * lengths * entries / (product * sent))
 
 
 def _stochastic(rotated: Tensor, sent: int, levels: int, draws: np.random.Generator) -> tuple[Tensor, Tensor]:

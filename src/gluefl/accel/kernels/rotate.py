@@ -88,8 +88,9 @@ def _quantise_kernel(
             level = tl.where(above, tl.load(table + cell + 1), level)
         products = y * level
     product = tl.sum(tl.where(i < sent, products, 0.0).to(tl.float64), 0)
+    kept = tl.sum(tl.where(i < sent, wide * wide, 0.0), 0)
     # A product that is not a number is not zero.
-    scale = tl.where(product == 0, 0.0, squares / product)
+    scale = tl.where(product == 0, 0.0, kept * ENTRIES / (product * sent))
     tl.store(coded + block.to(tl.int64) * sent + i, code, mask=i < sent)
     tl.store(coded + blocks.to(tl.int64) * sent + block, scale.to(tl.float32))
 
