@@ -275,12 +275,12 @@ def test_an_upload_in_another_codec_is_refused(tmp_path) -> None:
     assert line["used"] == CLIENTS - 1
 
 
-def test_a_package_in_another_codec_is_refused(tmp_path) -> None:
+def test_a_package_of_another_strategy_is_refused(tmp_path) -> None:
     nodes = nodes_of(QUANTISED, tmp_path)
     nodes[0].ours = {"strategy": FedAvg()}
     line = on_flower(replace(QUANTISED, sampler=Uniform(CLIENTS)), nodes, rounds=1).session.journal.lines[0]
     assert {i["client"] for i in line["incidents"]} == {0} and line["used"] == CLIENTS - 1
-    assert not (nodes[0].store().folder / "replica.safetensors").exists()
+    assert "and the server runs" in line["incidents"][0]["why"] and not (tmp_path / "0").exists()
 
 
 def test_a_run_with_an_optimiser_and_hooks_of_ones_own_goes_on(tmp_path) -> None:

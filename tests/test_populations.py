@@ -741,7 +741,7 @@ def test_huggingface_labels_and_splits_that_do_not_fit(rng):
 
 def test_huggingface_by_name_names_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(UsageError, match="pip install datasets"):
+    with pytest.raises(UsageError, match="pip install 'datasets'"):
         build("huggingface", dataset="mnist", owner_column="user")
 
 
