@@ -281,7 +281,9 @@ class LeastSquares:
 def test_an_engine_of_ones_own_trains() -> None:
     model = nn.Linear(6, 4)
     engine = LeastSquares(Blobs(), Layout.of(model))
-    result = small_run(model=model, strategy=FedAvg(), sampler=Uniform(8), rounds=5, engine=engine, options=options(trainer="auto"))
+    result = small_run(
+        model=model, strategy=FedAvg(), sampler=Uniform(8), rounds=5, engine=engine, options=options(trainer="auto")
+    )
     assert len(engine.trained) == 5 and result.summary["mean_accuracy"] > 0.8
     assert result.summary["trainer"] == "leastsquares"
 
