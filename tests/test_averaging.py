@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from federations import Unreliable, measured, simulation
 from gluefl import APF, STC, Averaging, FedAvg, GlueFL, Lean, LocalSGD, Options, Setting, Sticky, train
 from gluefl.core.optimizer import Server
+from gluefl.errors import UsageError
 from gluefl.simulation.round import play
 from gluefl.simulation.settings import Evaluation
 from gluefl.storage import checkpoint
@@ -29,14 +30,23 @@ def average_of(averaging, versions):
     return average
 
 
-@given(st.floats(0.01, 0.999), st.integers(0, 60))
-def test_the_weights_of_versions_are_positive_and_sum_to_one(decay, rounds) -> None:
-    weights, statistics = average_of(Averaging(decay), torch.eye(rounds + 1))  # version i is the i-th unit vector
+@given(st.floats(0.01, 0.999), st.floats(0, 0.5), st.integers(0, 60))
+def test_the_weights_of_versions_are_positive_and_sum_to_one(decay, span, rounds) -> None:
+    weights, statistics = average_of(Averaging(decay, span), torch.eye(rounds + 1))  # version i is the i-th unit vector
     assert float(weights.double().sum()) == pytest.approx(1, abs=1e-5)
     assert (weights >= 0).all() and torch.equal(statistics, -weights)
-    shares = [1.0] + [1 - min(decay, (1 + t) / (10 + t)) for t in range(1, rounds + 1)]
+    decays = [max(decay, 1 - 1 / (span * t) if span else 0) for t in range(1, rounds + 1)]
+    shares = [1.0] + [1 - min(own, (1 + t) / (10 + t)) for t, own in enumerate(decays, 1)]
     expected = [share * float(torch.tensor([1 - s for s in shares[i + 1 :]]).prod()) for i, share in enumerate(shares)]
     assert weights.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_a_span_changes_nothing_until_it_is_longer_than_the_average() -> None:
+    plain, growing = Averaging(0.9), Averaging(0.9, span=0.05)
+    assert [growing.share(t) for t in range(1, 201)] == [plain.share(t) for t in range(1, 201)]
+    assert [round(1 / growing.share(t)) for t in (300, 600, 2000)] == [15, 30, 100]
+    with pytest.raises(UsageError, match="needs an average above 0"):
+        Averaging(span=0.05)
 
 
 def test_the_first_versions_are_soon_forgotten() -> None:

@@ -473,6 +473,20 @@ def test_run_says_that_it_leaves_out_the_other_strategies(config, tmp_path) -> N
     )
 
 
+def test_a_run_of_a_version_without_a_span_goes_on_without_one(config, tmp_path) -> None:
+    out, lean = tmp_path / "run", ("--set", "strategy.name=lean", "--set", "strategy.upload_block=64")
+    spans = ("--set", "server.average_span=0")
+    assert gluefl("run", config, "--out", out, *lean, *spans, "--set", "rounds=2").exit_code == 0
+    for path in [out / "config.toml", *(out / "checkpoint").glob("state-*.json")]:  # as it would have been written
+        text = path.read_text()
+        assert "average_span" in text
+        if path.suffix == ".toml":
+            path.write_text(text.replace("average_span = 0.0\n", ""))
+    refused = gluefl("run", config, "--out", out, *lean, "--resume")
+    assert refused.exit_code == 2 and "server.average_span: absent in the folder, 0.05 now" in refused.stderr
+    assert gluefl("run", config, "--out", out, *lean, *spans, "--resume").exit_code == 0
+
+
 @pytest.mark.parametrize(("wrong", "says"), [("sticky_cohort=4", "C = 4 must lie"), ("sticky_size=21", "larger than")])
 def test_a_comparison_is_refused_before_its_first_run(wrong, says, config, tmp_path) -> None:
     result = gluefl("compare", config, "--out", tmp_path / "out", "--set", f"compare.gluefl.sampling.{wrong}")

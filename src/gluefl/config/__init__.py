@@ -156,9 +156,17 @@ def validated(raw: Mapping[str, Any], source: str = "the configuration") -> Conf
     except ParameterError as error:
         raise ParameterError(source, [problem.within("wire") for problem in error.problems]) from None
     wire = config.wire if config.wire.initial else config.wire.model_copy(update={"initial": row.initial})
-    averages = config.server.average is not None
-    server = config.server if averages else config.server.model_copy(update={"average": row.average})
+    server = _averaging(config.server, row, source)
     return config.model_copy(update={"sampling": sampling, "fleet": fleet, "wire": wire, "server": server})
+
+
+def _averaging(server: Any, row: Any, source: str) -> Any:
+    """The table with what goes with the strategy."""
+    average = row.average if server.average is None else server.average
+    span = row.average_span if server.average_span is None and average else server.average_span or 0.0
+    if span and not average:
+        raise ParameterError(source, [Problem("server", f"average_span = {span} needs an average above 0")])
+    return server.model_copy(update={"average": average, "average_span": span})
 
 
 def _evaluation_problems(raw: Mapping[str, Any]) -> list[Problem]:

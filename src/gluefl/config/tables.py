@@ -72,6 +72,7 @@ Server = _table(
     name=(Annotated[str, OneOf(tuple(OPTIMIZERS))], "sgd"),  # the optimiser
     **{key: (kind | None, None) for key, kind in STEPS.items()},  # those of the optimiser, with its defaults
     average=(Decay | None, None),  # β of the average over versions; 0.9 by default for lean, else 0
+    average_span=(Decay | None, None),  # it reaches back over so much of the run, at least; 0.05 for lean, else 0
 )
 
 _sticky = declarations(Sticky)
@@ -148,9 +149,8 @@ def _schedule(training: Any) -> Falling | None:
     else:
         if training.schedule_rounds is None:
             problems.append("schedule needs schedule_rounds, the round up to which the learning rate falls")
-        for key in ("lr_decay", "lr_decay_every"):
-            if getattr(training, key) != SCHEDULE[key][1]:
-                problems.append(f"give schedule or {key}, not both")
+        falling = [key for key in ("lr_decay", "lr_decay_every") if getattr(training, key) != SCHEDULE[key][1]]
+        problems += [f"give schedule or {key}, not both" for key in falling]
     if problems:
         raise ParameterError("training", [Problem("", problem) for problem in problems])
     if training.schedule is None:

@@ -103,6 +103,8 @@ def settings_of(core: Core) -> dict[str, Any]:
         settings["hooks"] = [described_part(hook) for hook in core.hooks]
     if core.averaging.average:
         settings["averaging"] = core.averaging.average
+    if core.averaging.span:
+        settings["averaging_span"] = core.averaging.span
     if core.initial == "known":  # nodes keep what differs from version 0: it must be the same when the run goes on
         settings["version_0"] = wire.replica_hash(*core.parts(core.first[1], core.statistics)).hex()
     return settings

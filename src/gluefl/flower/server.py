@@ -83,7 +83,7 @@ class GlueFLStrategy(Strategy):  # type: ignore[misc, unused-ignore]  # flwr may
                 "Set it to 0, or choose lean, whose packages are shorter still."
             )
         row = row_of(self.strategy)
-        self.averaging: Averaging = given["averaging"] or Averaging(row.average)
+        self.averaging: Averaging = given["averaging"] or Averaging(row.average, row.average_span)
         self.initial: Initial = given["initial"] or row.initial
         self.hooks, self.seed = given["hooks"], given["seed"]
         self.out = None if given["out"] is None else Path(given["out"])

@@ -76,7 +76,7 @@ def build_setting(config: Config, clients: int) -> Setting:
         seed=config.seed,
         training=local_rule(config.training, min(1.0, config.sampling.cohort / clients)),
         server=server_optimizer(config.server),
-        averaging=Averaging(config.server.average),
+        averaging=Averaging(config.server.average, config.server.average_span),
         loss=LOSSES[config.training.loss or "cross_entropy"],
         importance=config.sampling.importance,
         devices=build_devices(config, clients),

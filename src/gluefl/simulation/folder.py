@@ -39,6 +39,8 @@ MOVABLE = {
     "residuals.device_gb",
     "checkpoint.keep",
 }
+# Keys that runs of earlier versions do not have, with the values that they had.
+ADDED = [("server.average_span", 0.0), ("averaging.span", 0.0)]
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ def _fixed(text: str) -> list[str]:
         tree = toml.flattened(tomllib.loads(text))
     except (ValueError, RecursionError):
         return text.splitlines()
-    return [f"{key} = {json.dumps(value, default=str)}" for key, value in tree.items() if key not in MOVABLE]
+    kept = {key: value for key, value in tree.items() if key not in MOVABLE and (key, value) not in ADDED}
+    return [f"{key} = {json.dumps(value, default=str)}" for key, value in kept.items()]
 
 
 def describe(

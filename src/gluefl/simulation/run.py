@@ -152,7 +152,7 @@ def _core(module: nn.Module, strategy: Strategy, sampler: Sampler, setting: Sett
         weights=weights,
         statistics=statistics,
         optimizer=setting.server,
-        averaging=setting.averaging or Averaging(row.average),
+        averaging=setting.averaging or Averaging(row.average, row.average_span),
         hooks=setting.hooks,
         initial=setting.initial or row.initial,
     )

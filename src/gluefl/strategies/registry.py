@@ -24,6 +24,7 @@ class Row:
     weights: Literal["unbiased", "proportional"] = "unbiased"
     initial: Literal["download", "known"] = "download"
     average: float = 0.0  # β, of the server's average over versions
+    average_span: float = 0.0  # the share of the rounds so far that it reaches back over
 
 
 ROWS = {
@@ -31,7 +32,16 @@ ROWS = {
     "stc": Row(STC),
     "apf": Row(APF),
     "gluefl": Row(GlueFL, "sticky"),
-    "lean": Row(Lean, "sticky", sticky_size=8, sticky_share=0.85, weights="proportional", initial="known", average=0.9),
+    "lean": Row(
+        Lean,
+        "sticky",
+        sticky_size=8,
+        sticky_share=0.85,
+        weights="proportional",
+        initial="known",
+        average=0.9,
+        average_span=0.05,
+    ),
 }
 
 STRATEGIES: dict[str, Any] = {name: row.kind for name, row in ROWS.items()}
