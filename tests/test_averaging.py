@@ -1,7 +1,10 @@
 """The average over versions: weights that sum to one, a model that is evaluated and handed over, and nothing else."""
 
+import json
+
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +15,8 @@ from gluefl.errors import UsageError
 from gluefl.simulation.round import play
 from gluefl.simulation.settings import Evaluation
 from gluefl.storage import checkpoint
-from stubs import Blobs, mlp
+from gluefl.storage.journal import read
+from stubs import ROOT, Blobs, load, mlp
 
 STRATEGIES = [FedAvg(), STC(), APF(0.3, 2, 0.5), GlueFL(), Lean(upload_block=64)]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: type(one).__name__)
@@ -112,3 +116,26 @@ def test_what_is_evaluated_and_returned_is_the_average(strategy) -> None:
     with torch.no_grad():
         accuracy = (module(test.inputs).argmax(1) == test.labels).float().mean()
     assert result.journal[-1]["accuracy"] == pytest.approx(float(accuracy))
+
+
+def test_the_tool_that_compares_averages_has_those_of_the_run(tmp_path) -> None:
+    text = """
+        rounds = 10
+        population = { name = "glyphs", clients = 20, test_samples = 124 }
+        model.name = "mlp"
+        training = { steps = 2, lr = 0.1 }
+        sampling.cohort = 4
+        strategy.name = "fedavg"
+        server = { average = 0.9 }
+        evaluation.every = 2
+    """
+    (tmp_path / "config.toml").write_text("\n".join(line.strip() for line in text.splitlines()))
+    tool = load(ROOT / "tools" / "compare_averages.py")
+    out = tmp_path / "run"
+    done = CliRunner().invoke(tool.main, [str(tmp_path / "config.toml"), "--out", str(out)], catch_exceptions=False)
+    found = {row["round"]: row for row in map(json.loads, (out / "averages.jsonl").read_text().splitlines())}
+    lines, _ = read(out / "journal.jsonl")
+    assert {line["round"]: line["accuracy"] for line in lines if line["accuracy"] is not None} == {
+        round: row["0.9"] for round, row in found.items()
+    }
+    assert any(row["none"] != row["0.9"] for row in found.values()) and "| 10 |" in done.output
