@@ -1,4 +1,4 @@
-"""Several averages over the versions of one run: python tools/compare_averages.py CONFIG.toml --out DIR --set rounds=600
+"""Averages over the versions of one run: python tools/compare_averages.py CONFIG.toml --out DIR --set rounds=600
 
 Averaging changes only the model that is evaluated, so that one run serves all averages. They are evaluated in the last
 rounds of every hundred, where the run is; DIR/averages.jsonl has a line for each evaluation. The table shows the means
