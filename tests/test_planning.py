@@ -263,13 +263,9 @@ def test_probabilities_stay_probabilities_with_any_over_commitment(clients, over
         sampler = Uniform(cohort, over_commitment=over_commitment)
     else:
         size = data.draw(st.integers(cohort, clients - 1))
-        sampler = Sticky(
-            cohort, size, data.draw(st.integers(1, min(cohort - 1, size - 1))), over_commitment=over_commitment
-        )
-    try:
-        sampler.check(clients)
-    except UsageError:
-        assume(False)
+        sticky = data.draw(st.integers(max(1, cohort - (clients - size)), cohort - 1))
+        sampler = Sticky(cohort, size, sticky, over_commitment=over_commitment)
+    sampler.check(clients)
     stale = staleness(sampler, clients, 200)
     assert (stale >= 0).all() and stale.sum() <= 1 + 1e-9
 
