@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, overload
 import numpy as np
 from pydantic import Field
 
-from gluefl.core.sampling import Sticky, Uniform
+from gluefl.core.sampling import Sticky, Uniform, extra_invitations
 from gluefl.errors import UsageError, nearest
 from gluefl.experiments.theory.assumptions import planned
 from gluefl.experiments.theory.lean_plan import LeanPlan
@@ -123,6 +123,9 @@ class Scenario:
         """What several values together exclude."""
         if self.cohort >= self.clients:
             yield f"cohort K = {self.cohort} must lie below the population N = {self.clients}"
+        invited = self.cohort + extra_invitations(self.over_commitment, self.cohort)
+        if self.cohort < self.clients < invited:
+            yield f"over_commitment = {self.over_commitment} invites {invited} of {self.clients} clients: lower it"
         if self.network is not None and self.parameters is None:
             yield f"network = {self.network!r} needs parameters: seconds follow from the bytes of a download"
         if self.q_shared >= self.q:
