@@ -12,12 +12,12 @@ from typing import Any
 
 import click
 
-from gluefl import Averaging, populations
+from gluefl import Averaging
 from gluefl.clients.evaluation import Evaluator
 from gluefl.clients.losses import LOSSES
 from gluefl.clients.metrics import METRICS
 from gluefl.config import Config, read, validated, with_sets
-from gluefl.simulation.build import build_model, run
+from gluefl.simulation.build import build_model, build_population, run
 from gluefl.simulation.process import device_of
 from gluefl.simulation.settings import Options
 from gluefl.vectors.layout import Layout
@@ -34,8 +34,7 @@ WINDOW = 5  # evaluations
 
 def evaluator_of(config: Config, device: str) -> tuple[Evaluator, Layout]:
     """What the run itself evaluates with."""
-    table = config.population
-    population = populations.build(table.name, table.clients, table.seed, **(table.model_extra or {}))
+    population = build_population(config)
     module = build_model(config, population.classes, population.shape).to(device_of(device))
     layout, loss = Layout.of(module), LOSSES[config.training.loss or "cross_entropy"]
     metric = METRICS[config.evaluation.metric]

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from gluefl import files, populations
+from gluefl import files
 from gluefl.clients.evaluation import Evaluator
 from gluefl.clients.losses import LOSSES
 from gluefl.clients.metrics import METRICS
@@ -25,7 +25,7 @@ from gluefl.config import Config, read, validated
 from gluefl.errors import Damaged, GlueFLError, UsageError
 from gluefl.experiments.console import volume
 from gluefl.scores import SCORES
-from gluefl.simulation.build import build_model
+from gluefl.simulation.build import build_model, build_population
 from gluefl.simulation.process import device_of
 from gluefl.storage import checkpoint
 from gluefl.storage.names import CHECKPOINT, CONFIG, MODEL, SUMMARY
@@ -109,12 +109,7 @@ def export(run: Path, out: Path, device: str = "cpu") -> Export:
     config = _config(run)
     _check_file(out)
     published = _published(run)
-    population = populations.build(
-        config.population.name,
-        config.population.clients,
-        config.population.seed,
-        **(config.population.model_extra or {}),
-    )
+    population = build_population(config)
     module = build_model(config, population.classes, population.shape).to(device_of(device))
     layout = Layout.of(module)
     _check_sizes(run, layout, published)

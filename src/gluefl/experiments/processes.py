@@ -99,7 +99,7 @@ class _Worker:
         diverged = code == DIVERGED
         self.display.finish(record_divergence(self.spec, message) if diverged else "" if code == 0 else "stopped")
         if code == 0 and message:  # warnings
-            self.display.say(message)
+            self.display.print_lines(message)
         if code == 0 or diverged or self.stopping:
             return None
         return failure(self.spec.name, code, message or f"exit code {code}")

@@ -82,8 +82,8 @@ class RunProgress:
         parts = (f"{self._status.round} rounds in {seconds:.0f} s", outcome, self._grid.count())
         self._print(f"{self._spec.name}: {'; '.join(part for part in parts if part)}")
 
-    def say(self, text: str) -> None:
-        """What the run said on standard error, under its name."""
+    def print_lines(self, text: str) -> None:
+        """Lines that the run wrote to standard error, each with its name."""
         for line in text.splitlines():
             self._print(f"{self._spec.name}: {line}")
 

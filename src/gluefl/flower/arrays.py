@@ -65,6 +65,15 @@ class Table:
             raise UsageError(f"the arrays are not those of the model: {differing[:5]} are too many or missing.")
         return self._join(self.layout.weights, arrays), self._join(self.layout.statistics, arrays)
 
+    def rounded(self, weights: Tensor) -> Tensor:
+        """The weights as the app is given them: its arrays may have fewer bits than float32."""
+        parts = self.layout.weights
+        if all(torch.promote_types(part.dtype, torch.float32) == part.dtype for part in parts):
+            return weights
+        return torch.cat(
+            [piece.to(part.dtype).float().flatten() for part, (_, piece) in zip(parts, split(parts, weights))]
+        )
+
     def arrays(self, weights: Tensor, statistics: Tensor) -> ArrayRecord:
         """The model as a Flower app expects it: the names, shapes, types and order of the initial arrays."""
         named = {

@@ -106,8 +106,7 @@ class GlueFLMod:
         """Replace the trained model in a reply by the upload."""
         key, trained = _trained(reply)
         weights, statistics = held.table.flatten(trained)
-        given = held.table.flatten(held.table.arrays(held.replica.weights, held.replica.statistics))
-        delta = weights - given[0]  # which the arrays may have rounded
+        delta = weights - held.table.rounded(held.replica.weights)
         _check_finite(delta, statistics)
         delta = hooked_delta(self.hooks, delta, held.task)
         vector = held.traits.vector(delta, statistics - held.replica.statistics)
@@ -183,8 +182,7 @@ def _strategy(told: Told) -> Strategy:
 
 
 def _same_strategy(own: Strategy, told: Told) -> Strategy:
-    """The node's own object, if it has the server's parameters: uploads of another one would be added up all the
-    same."""
+    """The node's own object. Refuses other parameters than the server's: the server could not tell such uploads."""
     described = described_strategy(own)
     if described != told.strategy:
         raise UsageError(

@@ -53,7 +53,7 @@ class Samples:
         return self.each(lambda tensor: tensor.to(device))
 
     def copied(self) -> "Samples":
-        """The same in memory of their own: a transform or a model may write into its inputs."""
+        """A copy in other memory, for a transform or a model that writes into its inputs."""
         return self.each(torch.clone)
 
     @property

@@ -25,12 +25,7 @@ from gluefl.simulation.settings import Evaluation, Options, Setting
 
 def run(config: Config, options: Options) -> Result:
     """Carry out a configuration; everything it says is checked before anything is written."""
-    population = populations.build(
-        config.population.name,
-        config.population.clients,
-        config.population.seed,
-        **(config.population.model_extra or {}),
-    )
+    population = build_population(config)
     if skipped := getattr(population, "skipped", 0):
         print(f"{skipped} broken samples of {config.population.name} are left out", file=sys.stderr)
     population = held_out(population, config)
@@ -59,6 +54,12 @@ def run(config: Config, options: Options) -> Result:
             journal_clients=config.journal.clients,
         ),
     )
+
+
+def build_population(config: Config) -> Population:
+    """The population of a configuration, with its validation share."""
+    table = config.population
+    return populations.build(table.name, table.clients, table.seed, **(table.model_extra or {}))
 
 
 def held_out(population: Population, config: Config) -> Population:

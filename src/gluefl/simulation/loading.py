@@ -5,7 +5,6 @@ from typing import Any, NoReturn, get_args
 
 from torch import Tensor, nn
 
-from gluefl import populations
 from gluefl.clients.metrics import METRICS, Metric
 from gluefl.config import Config, validated
 from gluefl.config.raw import read
@@ -16,7 +15,7 @@ from gluefl.populations.held_out import By, HeldOut
 from gluefl.populations.stored import restored
 from gluefl.scores import Score
 from gluefl.simulation.arguments import AnyPopulation, load_weights
-from gluefl.simulation.build import build_model, held_out
+from gluefl.simulation.build import build_model, build_population, held_out
 from gluefl.simulation.result import Result
 from gluefl.storage.journal import Journal
 from gluefl.storage.names import CONFIG, JOURNAL, MODEL, SUMMARY
@@ -96,9 +95,8 @@ def _population(config: Config | None, summary: dict[str, Any]) -> Population | 
     stored = None if summary.get("transform") is None else restored(summary["transform"])
     if config is None:
         return stored
-    table = config.population
     try:
-        return held_out(populations.build(table.name, table.clients, table.seed, **(table.model_extra or {})), config)
+        return held_out(build_population(config), config)
     except GlueFLError:
         if stored is None:
             raise

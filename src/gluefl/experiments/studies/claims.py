@@ -68,7 +68,7 @@ def claims() -> list[Claim]:
 def results(folders: Iterable[Path]) -> list[dict[str, Any]]:
     """The results of studies below these folders: `study.json`, or files that were copied from it."""
     paths = [path for given in folders for path in ([given] if given.is_file() else sorted(given.rglob("*.json")))]
-    named, studies, found = {claim.study for claim in claims()}, [], dict[tuple[str, str], Path]()
+    named, studies, sources = {claim.study for claim in claims()}, [], dict[tuple[str, str], Path]()
     for path in paths:
         try:
             study = json.loads(path.read_text(encoding="utf-8"))
@@ -77,11 +77,11 @@ def results(folders: Iterable[Path]) -> list[dict[str, Any]]:
         if isinstance(study, dict) and {"study", "setting", "tables"} <= study.keys():
             _check(study, path)
             key = study["study"], str(study["setting"])
-            if key in found and key[0] in named:
+            if key in sources and key[0] in named:
                 raise UsageError(
-                    f"{found[key]} and {path} are both results of the study {key[0]}, {key[1]}: give one of them."
+                    f"{sources[key]} and {path} are both results of the study {key[0]}, {key[1]}: give one of them."
                 )
-            found[key] = path
+            sources[key] = path
             studies.append(study)
     if not studies:
         raise UsageError(

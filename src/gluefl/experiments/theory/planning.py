@@ -92,8 +92,8 @@ class Plan:
             "effective_cohort",
             "expected_download_share",
         )
-        known = {name: getattr(self, name) for name in ("down_bytes", "download_s") if getattr(self, name) is not None}
-        values = {name: getattr(self, name) for name in names} | known
+        optional = [name for name in ("down_bytes", "download_s") if getattr(self, name) is not None]
+        values = {name: getattr(self, name) for name in (*names, *optional)}
         return values | {"resample_probability": [*self.resample_probability]}
 
 
