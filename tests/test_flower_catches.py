@@ -5,12 +5,14 @@ import time
 
 import numpy as np
 import pytest
-from flwr.app import MetricRecord
+import torch
+from flwr.app import ArrayRecord, MetricRecord
 
 from flower_nodes import Node, federation, incidents, train
 from gluefl import STC, FedAvg
 from gluefl.errors import UsageError
 from gluefl.flower import exchange, nodes, server, session
+from gluefl.flower.arrays import STATISTICS, Table
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +108,13 @@ def test_a_resumed_server_waits_for_its_nodes_in_its_round(tmp_path, monkeypatch
     monkeypatch.setattr(time, "sleep", back_later)
     strategy, _, _ = federation(tmp_path, rounds=4, out=tmp_path / "run", nodes=grid_nodes)
     assert strategy.session.state.round == 4 and len(looks) == 4
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32])
+def test_an_app_that_changes_nothing_has_no_update(kind) -> None:
+    named = {"a.weight": torch.randn(3, 5).to(kind), "a.bias": torch.randn(5), "a.running_mean": torch.randn(5)}
+    table = Table.of(ArrayRecord(named), STATISTICS)
+    weights, statistics = torch.randn(table.layout.size), torch.randn(table.layout.statistics_size)
+    returned, _ = table.flatten(table.arrays(weights, statistics))
+    assert torch.equal(returned, table.rounded(weights))
+    assert torch.equal(table.rounded(weights), weights) == (kind != torch.float16)

@@ -57,7 +57,7 @@ def run(config: Config, options: Options) -> Result:
 
 
 def build_population(config: Config) -> Population:
-    """The population of a configuration, with its validation share."""
+    """The population of a configuration; `held_out` takes off a validation share."""
     table = config.population
     return populations.build(table.name, table.clients, table.seed, **(table.model_extra or {}))
 
